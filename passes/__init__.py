@@ -1,0 +1,18 @@
+"""The passes, one line per stage."""
+
+from zerofx.passes.bucket import Bucket
+from zerofx.passes.lower import Lower
+from zerofx.passes.recompute import Recompute
+from zerofx.passes.reduce import Reduce
+from zerofx.passes.refresh import Refresh
+from zerofx.passes.release import Release
+from zerofx.passes.schedule import Schedule
+from zerofx.passes.unshard import Unshard
+from zerofx.pipeline import Pipeline
+
+STAGES = {
+    0: Pipeline(Unshard(), Reduce(), Bucket(), Schedule(), Lower()),
+    1: Pipeline(Unshard(), Refresh(), Reduce(), Bucket(), Schedule(), Lower()),
+    2: Pipeline(Unshard(), Refresh(), Reduce(), Bucket(), Schedule(), Lower()),
+    3: Pipeline(Unshard(), Recompute(), Release(), Reduce(), Bucket(), Schedule(), Lower()),
+}

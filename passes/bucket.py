@@ -1,0 +1,115 @@
+"""Bucket: which parameters move together."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import Node
+
+from zerofx import memory, ops
+from zerofx.params import Param, block_of
+from zerofx.program import Level, Mark, Program
+
+Buckets = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Parameter indices, bucket by bucket, in launch order."""
+
+    gathers: Buckets
+    reduces: Buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Merge neighbours of one block into a bucket, and small neighbouring blocks into one.
+
+    The first gather and the last reduction stay small (a taper): no compute can hide them. Under a memory limit,
+    buckets shrink until the program fits without prefetch, down to one parameter each.
+    """
+
+    takes: ClassVar[Level] = Level.REDUCED
+    gives: ClassVar[Level] = Level.BUCKETED
+
+    def plan(self, program: Program) -> BucketPlan:
+        """Group gathers by first use, reductions by when their gradient is ready."""
+        places = program.positions()
+        gathers = [(mark.params[0], node) for node, mark in program.marked("gather") if node.op != "placeholder"]
+        gathers.sort(key=lambda item: min(places[user] for user in item[1].users))
+        reduces = [(mark.params[0], node) for node, mark in program.marked("reduce")]
+        reduces.sort(key=lambda item: places[item[1]])
+        order = [index for index, _ in gathers], [index for index, _ in reduces]
+        limit = program.config.memory_limit_bytes
+        max_bytes = program.config.bucket_max_bytes
+        while True:
+            plan = _plan(program, *order, max_bytes)
+            if limit is None or max_bytes == 0 or _peak(program, plan) <= limit:
+                return plan
+            max_bytes = max_bytes // 2 if max_bytes > program.config.bucket_min_bytes // 8 else 0
+
+    def apply(self, program: Program, plan: BucketPlan) -> Program:
+        """Replace gathers and reductions by a start, a wait and one item each, at the place of first need."""
+        return apply_buckets(program, plan)
+
+
+def apply_buckets(program: Program, plan: BucketPlan) -> Program:
+    """Rewrite a program by a bucket plan."""
+    places = program.positions()
+    gathers = {mark.params[0]: node for node, mark in program.marked("gather") if node.op != "placeholder"}
+    reduces = {mark.params[0]: node for node, mark in program.marked("reduce")}
+    for number, members in enumerate(plan.gathers):
+        nodes = [gathers[index] for index in members]
+        first = min((user for node in nodes for user in node.users), key=places.__getitem__)
+        _insert(program, "gather", nodes, members, number, first)
+    for number, members in enumerate(plan.reduces):
+        nodes = [reduces[index] for index in members]
+        _insert(program, "reduce", nodes, members, number, max(nodes, key=places.__getitem__))
+    return program
+
+
+def _insert(program: Program, kind: str, nodes: list[Node], members: tuple[int, ...], number: int, before: Node) -> None:
+    graph = program.graph
+    start_op, wait_op = (ops.gather_start, ops.gather_wait) if kind == "gather" else (ops.reduce_start, ops.reduce_wait)
+    with graph.inserting_before(before):
+        start = graph.call_function(start_op, ([node.args[0] for node in nodes],))
+        wait = graph.call_function(wait_op, (start,))
+        items = [graph.call_function(operator.getitem, (wait, position)) for position in range(len(nodes))]
+    start.meta["zerofx"] = Mark(f"{kind}_start", members, number)
+    wait.meta["zerofx"] = Mark(f"{kind}_wait", members, number)
+    for node, item in zip(nodes, items, strict=True):
+        item.meta = {key: value for key, value in node.meta.items() if key != "zerofx"}
+        node.replace_all_uses_with(item)
+        graph.erase_node(node)
+
+
+def _plan(program: Program, gathers: list[int], reduces: list[int], max_bytes: int) -> BucketPlan:
+    first = _group(program, gathers, max_bytes)
+    last = _group(program, reduces[::-1], max_bytes)
+    return BucketPlan(first, tuple(bucket[::-1] for bucket in last[::-1]))
+
+
+def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
+    """Cut an order into buckets; the first one closes early."""
+    buckets: list[list[Param]] = []
+    size = 0
+    for index in order:
+        param = program.params[index]
+        if not buckets or _closes(program, buckets, size, param, max_bytes):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(param)
+        size += param.whole_bytes
+    return tuple(tuple(param.index for param in bucket) for bucket in buckets)
+
+
+def _closes(program: Program, buckets: list[list[Param]], size: int, param: Param, max_bytes: int) -> bool:
+    enough = size >= program.config.bucket_min_bytes
+    same_block = block_of(buckets[-1][0].name) == block_of(param.name)
+    return size + param.whole_bytes > max_bytes or (enough and (len(buckets) == 1 or not same_block))
+
+
+def _peak(program: Program, plan: BucketPlan) -> int:
+    return memory.peak_bytes(apply_buckets(program.copy(), plan))

@@ -1,0 +1,148 @@
+"""Schedule: launch gathers ahead of use and let reductions run on, within the memory limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import Node
+
+from zerofx import memory
+from zerofx.errors import MemoryLimitError
+from zerofx.program import Level, Program, output_of
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A launch or a wait, by node name, and the node that it moves in front of."""
+
+    node: str
+    before: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePlan:
+    """The moves, in the order to make them; the limit that they keep; the peak that they reach."""
+
+    moves: tuple[Move, ...]
+    limit_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Move launches to earlier, and waits to later, places where communication happens anyway.
+
+    Moving only between such places adds no boundary between compute regions. Order among gathers, and among
+    reductions, never changes: it is the same on all ranks.
+    """
+
+    takes: ClassVar[Level] = Level.BUCKETED
+    gives: ClassVar[Level] = Level.SCHEDULED
+
+    def plan(self, program: Program) -> SchedulePlan:
+        """Place each launch as early, then each wait as late, as order, distance and memory allow.
+
+        Raises MemoryLimitError where the program does not fit even without prefetch.
+        """
+        base = memory.peak_bytes(program)
+        limit = program.config.memory_limit_bytes
+        if limit is None:
+            sizes = [sum(program.params[i].whole_bytes for i in mark.params) for _, mark in program.marked("gather_start")]
+            limit = base + max(sizes, default=0)
+        elif base > limit:
+            raise limit_error(program, limit, base)
+        line = _Line(program, limit)
+        moves = [*line.place_gathers(), *line.place_reduces()]
+        return SchedulePlan(tuple(moves), limit, max(line.live, default=0))
+
+    def apply(self, program: Program, plan: SchedulePlan) -> Program:
+        """Make the moves."""
+        nodes = program.nodes()
+        for move in plan.moves:
+            node = nodes[move.node]
+            items = [user for user in node.users if program_item(user)] if node.meta["zerofx"].kind == "reduce_wait" else []
+            nodes[move.before].prepend(node)
+            for item in items:
+                nodes[move.before].prepend(item)
+        return program
+
+
+def program_item(node: Node) -> bool:
+    """Whether a node takes one value out of a bucket."""
+    source = node.args[0] if node.args else None
+    return isinstance(source, Node) and getattr(source.meta.get("zerofx"), "kind", "") in ("gather_wait", "reduce_wait")
+
+
+def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> MemoryLimitError:
+    """Build the error for a limit that cannot be met; it names the smallest that can and what sets it."""
+    events = memory.live(program)
+    worst = max(events, key=lambda event: event.total_bytes)
+    names = ", ".join(program.params[index].name for index in worst.node.meta["zerofx"].params)
+    error = MemoryLimitError(
+        f"memory_limit={limit_bytes} bytes cannot be met: the smallest that works is {smallest_bytes} bytes",
+        where=f"{program.phase.value}, {worst.node.meta['zerofx'].kind} of {names}",
+        why=f"{worst.whole_bytes} bytes of whole parameters and {worst.buffer_bytes} bytes of communication buffers are needed at once",
+        remedy=f"pass memory_limit={smallest_bytes} or more, or split the module that owns it",
+    )
+    error.smallest_bytes = smallest_bytes
+    return error
+
+
+class _Line:
+    """The events of one program in order, with the bytes alive after each; moves stretch lifetimes on it."""
+
+    def __init__(self, program: Program, limit_bytes: int) -> None:
+        self.program, self.limit = program, limit_bytes
+        events = memory.live(program)
+        self.nodes = [event.node for event in events]
+        self.live = [event.total_bytes for event in events]
+        self.place = {node: place for place, node in enumerate(self.nodes)}
+
+    def _stretch(self, start: int, stop: int, size: int) -> bool:
+        """Add bytes to the events in [start, stop), where all of them stay within the limit."""
+        if any(live + size > self.limit for live in self.live[start:stop]):
+            return False
+        self.live[start:stop] = [live + size for live in self.live[start:stop]]
+        return True
+
+    def place_gathers(self) -> list[Move]:
+        """Launch each gather at the earliest earlier wait (or reduction) that the distance and the limit allow."""
+        starts = [node for node, _ in self.program.marked("gather_start")]
+        waits = [node for node, _ in self.program.marked("gather_wait")]
+        anchors = [node for node, _ in self.program.marked("gather_wait", "reduce_start")]
+        ahead, moves, floor = self.program.config.prefetch_buckets, [], 0
+        for number, start in enumerate(starts):
+            size = sum(self.program.params[index].whole_bytes for index in start.meta["zerofx"].params)
+            earliest = self.place[waits[number - ahead]] if number >= ahead else 0
+            for anchor in anchors:
+                place = self.place[anchor]
+                if max(floor, earliest) <= place < self.place[start] and self._stretch(place, self.place[start], size):
+                    moves.append(Move(start.name, anchor.name))
+                    floor = place
+                    break
+            else:
+                floor = self.place[start]
+        return moves
+
+    def place_reduces(self) -> list[Move]:
+        """Wait for each reduction after a later one has started, or at the end."""
+        starts = [node for node, _ in self.program.marked("reduce_start")]
+        waits = [node for node, _ in self.program.marked("reduce_wait")]
+        allowed, moves = self.program.config.reduces_in_flight, []
+        itemsize = memory.gradient_itemsize(self.program)
+        for number, wait in enumerate(waits):
+            params = [self.program.params[index] for index in wait.meta["zerofx"].params]
+            size = memory.reduce_bytes(params, self.program.group, itemsize)
+            for later in range(min(number + allowed - 1, len(starts)), number, -1):
+                stop = self.place[starts[later]] + 1 if later < len(starts) else len(self.live)
+                if self._stretch(self.place[wait], stop, size):
+                    target = self._after(starts[later]) if later < len(starts) else output_of(self.program.graph)
+                    moves.append(Move(wait.name, target.name))
+                    break
+        return moves
+
+    def _after(self, start: Node) -> Node:
+        """Return the wait that follows a start: moving in front of it is moving right behind the start."""
+        following = start.next
+        return following

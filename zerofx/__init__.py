@@ -1,0 +1,45 @@
+"""zerofx: ZeRO stages 0 to 3 as a compiler pass."""
+
+from typing import TYPE_CHECKING, Any
+
+from zerofx.errors import (
+    CompilerError,
+    ConfigError,
+    MemoryLimitError,
+    RankMismatchError,
+    ShardingError,
+    VerifyError,
+    ZerofxError,
+)
+
+if TYPE_CHECKING:
+    from zerofx.api import compile, gathered, no_sync, schedule
+    from zerofx.config import Config
+    from zerofx.render import Schedule
+
+__all__ = [
+    "CompilerError",
+    "Config",
+    "ConfigError",
+    "MemoryLimitError",
+    "RankMismatchError",
+    "Schedule",
+    "ShardingError",
+    "VerifyError",
+    "ZerofxError",
+    "compile",
+    "gathered",
+    "no_sync",
+    "schedule",
+]
+__version__ = "0.1.0"
+_HOMES = {"Config": "zerofx.config", "Schedule": "zerofx.render"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: Dynamo, AOTAutograd and DTensor cost more than torch itself."""
+    if name not in __all__:
+        raise AttributeError(f"module 'zerofx' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES.get(name, "zerofx.api")), name)

@@ -1,0 +1,96 @@
+"""Every private torch import of zerofx, one comment each: what, and what would replace it. Torch 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Graph capture under our own compilers; public only as the recipe for custom backends.
+from torch._dynamo.backends.common import aot_autograd as aot_autograd
+
+# What Dynamo wraps a backend's exception in; no public way to let a backend's error through.
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+
+# The partitioner that the built-in backends use; functorch.compile is its documented home.
+from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
+
+# Compiling under a context of our own, so that regions do not overwrite the caller's output strides.
+from torch._guards import TracingContext as TracingContext
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._guards import tracing as tracing
+
+# The metadata record of a DTensor: building a DTensor from it is 10x cheaper than DTensor.from_local.
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's own local tensor; ``to_local`` would add an autograd node."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Give a DTensor another local tensor of the same shape; there is no public way to move its storage."""
+    assert isinstance(tensor, DTensor)
+    tensor._local_tensor = local
+
+
+def import_collectives() -> Any:
+    """Import the module that registers fake kernels for ``_c10d_functional``; importing it early slows ``import zerofx``."""
+    import torch.distributed._functional_collectives as functional
+
+    return functional
+
+
+def size_hint(value: int | torch.SymInt, fallback: int = 4096) -> int:
+    """Return the size that tracing saw for a symbolic size."""
+    if isinstance(value, int):
+        return value
+    hint = value.node.hint
+    return fallback if hint is None else int(hint)
+
+
+def inductor_joint_passes(gm: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
+    """Run Inductor's pattern passes on a joint graph, as its own partition function does."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
+    return _recursive_joint_graph_passes(gm, skip_invoke_subgraph=True, input_device=device)
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """Return Inductor's decomposition table."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_compile(gm: torch.fx.GraphModule, *, is_backward: bool, patches: dict[str, Any]) -> Any:
+    """Compile one graph with Inductor; the result takes a list of inputs, which it may clear.
+
+    All outputs keep the traced strides, because what consumes them was traced with these.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    output.meta["user_visible_output_idxs"] = [i for i, arg in enumerate(output.args[0]) if isinstance(arg, torch.fx.Node)]
+    fake_mode = detect_fake_mode(inputs)
+    with inductor_config.patch(patches), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+        return compile_fx_inner(gm, inputs, is_backward=is_backward)
+
+
+def check_cxx_compiler() -> str | None:
+    """Return None where Inductor finds a C++ compiler, else its complaint."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    return None

@@ -1,0 +1,270 @@
+"""The front door: shard and compile a model, read its schedule, and the contexts around a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zerofx import _torch, collectives, runtime
+from zerofx.backend import Backend
+from zerofx.collectives import Group
+from zerofx.config import Config, parse_bytes
+from zerofx.errors import CompilerError, ConfigError, RankMismatchError, ShardingError, ZerofxError
+from zerofx.module import Binding, bind, binding_of, bindings
+from zerofx.params import Param, choose_dim
+from zerofx.render import Schedule
+from zerofx.runtime import Runtime
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_MAX_RECOMPILES = 64
+
+
+def compile(
+    model: ModelT,
+    *,
+    stage: int = 3,
+    mesh: DeviceMesh | None = None,
+    memory_limit: int | str | None = None,
+    backend: str = "inductor",
+    passes: Sequence[Any] = (),
+    config: Config | None = None,
+) -> ModelT:
+    """Shard a model's states over the ranks and compile its steps, in place; return the same model.
+
+    Every parameter becomes a DTensor of the same logical shape under its old name. Rank 0's parameters and buffers
+    are the ones that all ranks start from. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole parameters and
+    communication buffers in flight. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
+
+    Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
+    RankMismatchError where ranks pass different models or settings.
+    Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7.
+    """
+    local: ZerofxError | None = None
+    settings, device = Config(), torch.device("cpu")
+    try:
+        settings = config or Config(
+            stage=stage, backend=backend, memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"), passes=tuple(passes)
+        )
+        device = _check_model(model)
+        _check_compiler(settings, device)
+    except ZerofxError as error:
+        local = error
+    try:
+        mesh, group = collectives.resolve_mesh(mesh, device.type)
+    except ZerofxError:
+        if local is not None:
+            raise local from None
+        raise
+    names = _names(model) if local is None else {}
+    params = tuple(_param(index, tensor, tuple(found), settings, group) for index, (tensor, found) in enumerate(names.items()))
+    _agree(local, settings, params, mesh, group)
+    with torch.no_grad():
+        collectives.broadcast([*names, *model.buffers()], mesh, group)
+    _install(model, settings, mesh, group, params, names)
+    return model
+
+
+def schedule(model: nn.Module) -> Schedule:
+    """Return the schedule of the last compiled training step (or forward, where none was trained).
+
+    Raises ShardingError for a model that was not compiled, or has not run yet.
+    """
+    found = _runtime_of(model)
+    if not found.programs:
+        raise ShardingError(
+            "there is no schedule yet",
+            where="zerofx.schedule",
+            why="a graph is traced by the first forward",
+            remedy="run one step first",
+        )
+    return Schedule.of(found.programs, found.params, found.group, found.config, found.refresh_buckets)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Within, backwards do not average gradients at stages 0 and 1; the next backward outside averages the sum.
+
+    Stages 2 and 3 hold no whole gradients: they reduce every backward and add up shards, inside as outside.
+    """
+    with runtime.no_sync(_runtime_of(model)):
+        yield
+
+
+@contextmanager
+def gathered(model: nn.Module, *, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Gather whole parameters: yields a mapping of qualified name to a fresh tensor of the logical shape, on every rank.
+
+    With ``writeback``, rank 0's edits go back to the shards at the end. All ranks must enter together.
+    """
+    found = _runtime_of(model)
+    with torch.no_grad():
+        wholes = [found.whole(param.index) for param in found.params]
+    yield {name: whole for param, whole in zip(found.params, wholes, strict=True) for name in param.names}
+    if writeback:
+        with torch.no_grad():
+            collectives.broadcast(wholes, found.mesh, found.group)
+            for param, whole in zip(found.params, wholes, strict=True):
+                source = found.shard_like(param.index, whole)
+                _torch.local_tensor(found.tensors[param.index]).copy_(_torch.local_tensor(source))
+
+
+def _runtime_of(model: nn.Module) -> Runtime:
+    binding = binding_of(model)
+    if binding is None:
+        raise ShardingError(
+            f"{type(model).__name__} was not compiled by zerofx",
+            where="the model argument",
+            why="only a compiled model has shards and a schedule",
+            remedy="call zerofx.compile(model) first, and pass the model that it returns",
+        )
+    found = binding.runtime
+    assert isinstance(found, Runtime)
+    return found
+
+
+def _check_model(model: nn.Module) -> torch.device:
+    """Check that a model can be sharded; return its device."""
+    where = f"zerofx.compile, {type(model).__name__}"
+    if not isinstance(model, nn.Module):
+        raise ShardingError(f"{type(model).__name__} is not a torch.nn.Module", where="zerofx.compile", remedy="pass a module")
+    named = list(model.named_parameters())
+    sharded = next((name for name, tensor in named if isinstance(tensor, DTensor)), None)
+    if any(True for _ in bindings(model)) or sharded is not None:
+        raise ShardingError(
+            "the model is sharded already" + (f" (parameter {sharded})" if sharded else ""),
+            where=where,
+            why="zerofx.compile shards in place, once",
+            remedy="build a new model, or keep using this one",
+        )
+    if not named:
+        raise ShardingError("the model has no parameters", where=where, why="there is nothing to shard", remedy="run it as it is")
+    tensors = [*named, *model.named_buffers()]
+    meta = [name for name, tensor in tensors if tensor.is_meta]
+    if meta:
+        raise ShardingError(
+            f"{meta[0]} is on the meta device" + (f" (and {len(meta) - 1} more)" if len(meta) > 1 else ""),
+            where=where,
+            why="a meta tensor has no values to shard",
+            remedy="build the model on a real device, or give it values first (to_empty and its own initialisation)",
+        )
+    first_name, first = named[0]
+    for name, tensor in tensors:
+        if tensor.device != first.device:
+            raise ShardingError(
+                f"{name} is on {tensor.device}, {first_name} is on {first.device}",
+                where=where,
+                why="the shards of one model live on one device per rank",
+                remedy=f"move the model to one device: model.to({str(first.device)!r})",
+            )
+    for name, tensor in named:
+        if tensor.is_complex():
+            raise ShardingError(
+                f"{name} is complex ({tensor.dtype})",
+                where=where,
+                why="collectives carry no complex numbers",
+                remedy="store it as a real tensor with a last dimension of 2, and use torch.view_as_complex in forward",
+            )
+        if tensor.layout is not torch.strided or isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise ShardingError(f"{name} is no ordinary dense tensor", where=where, remedy="initialise it, and make it dense")
+    return first.device
+
+
+def _check_compiler(settings: Config, device: torch.device) -> None:
+    complaint = _torch.check_cxx_compiler() if settings.backend == "inductor" and device.type == "cpu" else None
+    if complaint is not None:
+        raise CompilerError(
+            "Inductor finds no C++ compiler",
+            where='zerofx.compile(backend="inductor")',
+            why=complaint.splitlines()[0],
+            remedy='install g++ (or set CXX), or pass backend="aot_eager"',
+        )
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return each parameter, once, with all its qualified names, in registration order."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        found.setdefault(tensor, []).append(name)
+    return found
+
+
+def _param(index: int, tensor: nn.Parameter, names: tuple[str, ...], settings: Config, group: Group) -> Param:
+    shape = tuple(tensor.shape)
+    compute = settings.param_dtype if settings.param_dtype is not None and tensor.is_floating_point() else tensor.dtype
+    dim = None if settings.stage == 0 else choose_dim(shape, group.size)
+    return Param(index, names, shape, tensor.dtype, compute, group.size, dim)
+
+
+def _agree(local: ZerofxError | None, settings: Config, params: tuple[Param, ...], mesh: DeviceMesh, group: Group) -> None:
+    """Let all ranks see whether any has an error, or another model or setting; then raise on all of them."""
+    described = [f"{param.name} {param.shape} {param.dtype}" for param in params]
+    answers = collectives.exchange((local, repr(settings), described), mesh, group)
+    if local is not None:
+        raise local
+    for rank, (error, other, model) in enumerate(answers):
+        if error is not None:
+            raise RankMismatchError(
+                f"rank {rank} cannot compile: {error.what}", where=error.where, why=error.why, remedy=error.remedy
+            ) from error
+        difference = next((pair for pair in zip(described, model, strict=False) if pair[0] != pair[1]), None)
+        if repr(settings) != other or difference is not None or len(described) != len(model):
+            here, there = _difference(answers[0], (error, other, model))
+            raise RankMismatchError(
+                f"rank 0 and rank {rank} compile different things" if answers[0][1:] != (other, model) else "ranks compile different things",
+                where="zerofx.compile, before the first collective of the model",
+                why=f"rank 0 has {here}; rank {rank} has {there}",
+                remedy="build the same model with the same settings on every rank",
+            )
+
+
+def _difference(first: Any, second: Any) -> tuple[str, str]:
+    if first[1] != second[1]:
+        return first[1], second[1]
+    for here, there in zip(first[2], second[2], strict=False):
+        if here != there:
+            return here, there
+    return f"{len(first[2])} parameters", f"{len(second[2])} parameters"
+
+
+def _install(
+    model: nn.Module, settings: Config, mesh: DeviceMesh, group: Group, params: tuple[Param, ...], names: dict[nn.Parameter, list[str]]
+) -> None:
+    """Replace parameters by their shards and modules by their sharded classes."""
+    index_of = {tensor: index for index, tensor in enumerate(names)}
+    tensors = [_shard(tensor, param, mesh, group) for tensor, param in zip(names, params, strict=True)]
+    state = Runtime(settings, mesh, group, params, tensors)
+    owners = []
+    for module in list(model.modules()):
+        own = {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None}
+        for name, index in own.items():
+            module._parameters[name] = tensors[index]
+            owners.append((module, name, index))
+        if own or module is model:
+            bind(module, Binding(state, own), is_root=module is model)
+    state.owners = tuple(owners)
+    start(model, state)
+
+
+def start(model: nn.Module, state: Runtime) -> None:
+    """Give a runtime the compiled forward of its model."""
+    base = type(model)._zerofx_key[0]  # type: ignore[attr-defined]
+    state.run_forward = torch.compile(
+        base.forward, backend=Backend(state), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
+    )
+
+
+def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -> nn.Parameter:
+    """Return this rank's shard of a parameter as a DTensor parameter, in storage of its own."""
+    local = tensor.detach()
+    if param.dim is not None:
+        local = local.narrow(param.dim, *param.rows(group.rank)).clone(memory_format=torch.contiguous_format)
+    stride = torch.empty(param.shape, device="meta").stride()
+    placements = [runtime.placement_of(param)]
+    sharded = DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=torch.Size(param.shape), stride=stride)
+    return nn.Parameter(sharded, requires_grad=tensor.requires_grad)

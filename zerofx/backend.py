@@ -1,0 +1,203 @@
+"""The torch.compile backend: joint graph, passes, partition, passes, lower."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from zerofx import _torch
+from zerofx.errors import MemoryLimitError
+from zerofx.passes import STAGES
+from zerofx.pipeline import Pipeline, Record
+from zerofx.program import Level, Phase, Program, Sync, output_of
+from zerofx.regions import Compiler
+from zerofx.runtime import Runtime
+from zerofx.tape import Tape
+
+
+@dataclass(slots=True)
+class Compilation:
+    """One traced graph of a model: its scheduled programs, what the passes did, and how long each part took."""
+
+    forward: Program | None = None
+    backward: Program | None = None
+    lowered: dict[str, Program] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, part: str, start: float) -> None:
+        """Add the time since ``start`` to a part of the compilation."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+class Backend:
+    """Compiles the graphs that Dynamo captures from one model."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.pipeline: Pipeline = STAGES[runtime.config.stage].including(runtime.config.passes)
+        self.compiler = Compiler()
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        inductor = self.runtime.config.backend == "inductor"
+        tracing = _Tracing(self, Compilation())
+        compiled = _torch.aot_autograd(
+            fw_compiler=tracing.forward,
+            bw_compiler=tracing.backward,
+            inference_compiler=tracing.inference,
+            partition_fn=tracing.partition,
+            decompositions=_torch.inductor_decompositions() if inductor else {},
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
+        self.runtime.programs.append(tracing.compilation)
+        return compiled
+
+    def program(self, module: GraphModule, phase: Phase) -> Program:
+        """Wrap a traced graph with the facts of the model."""
+        runtime = self.runtime
+        return Program(module, phase, Level.TRACED, runtime.params, runtime.group, runtime.config, runtime.refresh_buckets)
+
+
+class _Tracing:
+    """The compilers of one captured graph, as AOTAutograd calls them."""
+
+    def __init__(self, backend: Backend, compilation: Compilation) -> None:
+        self.backend, self.compilation = backend, compilation
+        self._source: Program | None = None
+
+    def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Run the joint passes, split the graph, and schedule both parts, before anything is compiled."""
+        traced = self._joint(joint)
+        compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
+        start = time.perf_counter()
+        forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
+        self.compilation.spend("partition", start)
+        self._source = replace(traced, module=backward, phase=Phase.BACKWARD)
+        parts = [replace(traced, module=forward, phase=Phase.FORWARD), self._source]
+        self.compilation.forward, self.compilation.backward = self._schedule(parts)
+        return forward, backward
+
+    def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """Lower the scheduled forward."""
+        assert self.compilation.forward is not None
+        return self._forward(self.compilation.forward)
+
+    def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """Schedule and lower a graph without a backward."""
+        traced = replace(self._joint(gm), phase=Phase.FORWARD)
+        (self.compilation.forward,) = self._schedule([traced])
+        return self._forward(self.compilation.forward)
+
+    def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        """Lower the scheduled backward."""
+        assert self._source is not None and self.compilation.backward is not None
+        return _Backward(self, self._source, self.compilation.backward)
+
+    def lower(self, program: Program, name: str) -> Tape:
+        """Lower a scheduled program and compile its regions."""
+        lowered = self._run(program, Level.LOWERED)
+        self.compilation.lowered[name] = lowered
+        start = time.perf_counter()
+        tape = self.backend.compiler.tape(lowered)
+        self.compilation.spend("regions", start)
+        return tape
+
+    def schedule_backward(self, source: Program, sync: Sync) -> Program:
+        """Schedule the backward for another treatment of whole gradients."""
+        (scheduled,) = self._schedule([replace(source, sync=sync)])
+        return scheduled
+
+    def _joint(self, module: GraphModule) -> Program:
+        program = self.backend.program(module, Phase.JOINT)
+        if program.config.backend == "inductor":
+            device = next(value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
+            start = time.perf_counter()
+            program = replace(program, module=_torch.inductor_joint_passes(module, device))
+            self.compilation.spend("inductor joint passes", start)
+        return self._run(program, Level.RECOMPUTED)
+
+    def _schedule(self, programs: list[Program]) -> list[Program]:
+        """Schedule each program; where several do not fit the memory limit, raise the error that asks for the most."""
+        done, errors = [], []
+        for program in programs:
+            try:
+                done.append(self._run(program, Level.SCHEDULED))
+            except MemoryLimitError as error:
+                errors.append(error)
+        if errors:
+            raise max(errors, key=lambda error: error.smallest_bytes)
+        return done
+
+    def _run(self, program: Program, upto: Level) -> Program:
+        start = time.perf_counter()
+        result = self.backend.pipeline.run(program, self.compilation.records, upto)
+        self.compilation.spend("passes", start)
+        return result
+
+    def _forward(self, scheduled: Program) -> Callable[[list[Any]], Any]:
+        tape = self.lower(scheduled, "forward")
+        waits = any(scheduled.marked("refresh_wait"))
+        arrivals = self.backend.runtime.arrivals
+
+        def run(inputs: list[Any]) -> Any:
+            if waits:
+                inputs.append(arrivals)
+            return tape(inputs)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+class _Backward:
+    """A backward in up to three forms, lowered when first needed: see ``Sync``."""
+
+    def __init__(self, tracing: _Tracing, source: Program, scheduled: Program) -> None:
+        self._boxed_call = True  # on the instance: the wrapper that AOTAutograd puts around copies its __dict__
+        self._tracing, self._source = tracing, source
+        self._runtime = tracing.backend.runtime
+        results = [node for node in output_of(source.graph).args[0]]
+        names = {name: mark for name, mark in _reduced(tracing.compilation.records)}
+        self._reduced = [(place, names[node.name]) for place, node in enumerate(results) if node is not None and node.name in names]
+        self._indices = [index for _, index in self._reduced]
+        self._tapes: dict[Sync, tuple[Tape, tuple[int, ...]]] = {Sync.REDUCE: (tracing.lower(scheduled, "backward"), ())}
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        sync = self._runtime.sync(self._indices)
+        if sync not in self._tapes:
+            self._tapes[sync] = self._lower(sync)
+        tape, pending = self._tapes[sync]
+        inputs.extend(self._runtime.take_pending(index) for index in pending)
+        results = tape(inputs)
+        if sync is Sync.KEEP:
+            results = list(results)
+            for place, index in self._reduced:
+                self._runtime.keep(index, results[place])
+                results[place] = None
+        return results
+
+    def _lower(self, sync: Sync) -> tuple[Tape, tuple[int, ...]]:
+        scheduled = self._tracing.schedule_backward(self._source, sync)
+        pending = tuple(mark.params[0] for _, mark in scheduled.marked("pending"))
+        with torch.no_grad():
+            return self._tracing.lower(scheduled, f"backward, {sync.value}"), pending
+
+
+def _reduced(records: Sequence[Record]) -> list[tuple[str, int]]:
+    """Return (result node, parameter) of each gradient that the Reduce pass found in a backward."""
+    plans = [record.plan for record in records if record.name == "Reduce" and record.phase is Phase.BACKWARD]
+    return [(item.result, item.index) for item in plans[0]] if plans else []
+
+
+def zerofx_backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile what surrounds a model that ``zerofx.compile`` sharded: ``torch.compile(model, backend="zerofx")``.
+
+    The model's own graphs go through its passes; the code around them through Inductor.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs))  # type: ignore[no-any-return]

@@ -1,0 +1,272 @@
+"""Communication: the only file that touches torch.distributed.
+
+``*_start`` and ``*_wait`` are pure functions of tensors. Called eagerly they communicate; recorded by ``lower`` they
+become nodes of the graph. So an uncompiled frame and a compiled one move the same bytes and add in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx import _torch
+from zerofx.errors import ConfigError
+from zerofx.params import Param
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How one communication backend moves a bucket.
+
+    ``reduce`` is the collective behind a reduce-scatter. ``alone_bytes`` is the size of a whole parameter from which it
+    travels in a collective of its own, without being packed into or unpacked from a shared buffer.
+    """
+
+    reduce: str
+    alone_bytes: int
+
+
+# gloo's reduce_scatter is an all-reduce inside (twice the bytes), so it exchanges chunks and sums locally (design, fact 15).
+TRANSPORTS = {"gloo": Transport("all_to_all", 128 * 2**10), "nccl": Transport("reduce_scatter", 2**63)}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that share one model. ``name`` is c10d's; empty for a single rank without a process group."""
+
+    name: str
+    size: int
+    rank: int
+    backend: str
+
+    @property
+    def transport(self) -> Transport:
+        return TRANSPORTS.get(self.backend, TRANSPORTS["gloo"])
+
+
+def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> tuple[DeviceMesh, Group]:
+    """Return the mesh and group to shard over: the given mesh, the default process group, or this process alone.
+
+    Raises ConfigError for a mesh that is not 1-D, or where WORLD_SIZE promises ranks that no process group joins.
+    """
+    if mesh is None and not dist.is_initialized():
+        expected = _environment_world_size()
+        if expected > 1:
+            raise ConfigError(
+                f"no process group, but WORLD_SIZE={expected}",
+                where="zerofx.compile",
+                why="this process was started as one of several ranks, and each would train a model of its own",
+                remedy="call torch.distributed.init_process_group() before zerofx.compile",
+            )
+        alone = DeviceMesh(device_type, torch.zeros(1, dtype=torch.int), _init_backend=False, _rank=0)
+        return alone, Group("", 1, 0, "")
+    if mesh is None:
+        mesh = dist.init_device_mesh(device_type, (dist.get_world_size(),))
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"the mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}, zerofx shards over one",
+            where="zerofx.compile(mesh=...)",
+            why="a parameter is cut along a single group of ranks",
+            remedy='pass a 1-D DeviceMesh, or one dimension of yours: mesh["dp"]',
+        )
+    if mesh.size() == 1 and not dist.is_initialized():
+        return mesh, Group("", 1, 0, "")
+    process_group = mesh.get_group()
+    return mesh, Group(process_group.group_name, mesh.size(), mesh.get_local_rank(), dist.get_backend(process_group))
+
+
+def _environment_world_size() -> int:
+    import os
+
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() else 1
+
+
+def exchange(payload: Any, mesh: DeviceMesh, group: Group) -> list[Any]:
+    """Return every rank's small picklable payload, in rank order."""
+    if group.size == 1:
+        return [payload]
+    gathered: list[Any] = [None] * group.size
+    dist.all_gather_object(gathered, payload, group=mesh.get_group())
+    return gathered
+
+
+def broadcast(tensors: Sequence[Tensor], mesh: DeviceMesh, group: Group) -> None:
+    """Overwrite every rank's tensors with those of the group's first rank."""
+    if group.size == 1:
+        return
+    process_group = mesh.get_group()
+    source = dist.get_global_rank(process_group, 0)
+    for tensor in tensors:
+        if tensor.numel():
+            staged = tensor.detach().contiguous()
+            # gloo broadcasts no bool; a byte view carries any dtype
+            wire = staged.view(torch.uint8) if staged.dtype is torch.bool else staged
+            dist.broadcast(wire, source, group=process_group)
+            if staged.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(staged)
+
+
+def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:
+    """Split a bucket into collectives: positions of ``params``, large ones alone, the rest packed together.
+
+    Only parameters of the same dtypes share a collective, and never a replicated one with a sharded one.
+    """
+    alone: list[list[int]] = []
+    packed: dict[tuple[bool, torch.dtype, torch.dtype], list[int]] = {}
+    for position, param in enumerate(params):
+        if param.dim == 0 and param.whole_bytes >= group.transport.alone_bytes:
+            alone.append([position])
+        else:
+            packed.setdefault((param.dim is None, param.compute_dtype, param.dtype), []).append(position)
+    return [*alone, *packed.values()]
+
+
+def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
+    """Launch the all-gather of padded shards; return one buffer per collective, valid after ``gather_wait``."""
+    buffers = []
+    for chunk in chunks(params, group):
+        flat = [shards[position].reshape(-1).to(params[position].compute_dtype) for position in chunk]
+        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+        if params[chunk[0]].dim is not None:
+            packed = torch.ops._c10d_functional.all_gather_into_tensor(packed, group.size, group.name)
+        buffers.append(packed)
+    return buffers
+
+
+def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
+    """Wait for ``gather_start`` and return the whole parameters, in the order of ``params``."""
+    wholes: dict[int, Tensor] = {}
+    for buffer, chunk in zip(buffers, chunks(params, group), strict=True):
+        if params[chunk[0]].dim is None:
+            sizes = [params[position].shard_numel for position in chunk]
+            for position, part in zip(chunk, buffer.split(sizes), strict=True):
+                wholes[position] = part.view(params[position].shape)
+            continue
+        rows = torch.ops._c10d_functional.wait_tensor(buffer).view(group.size, -1)
+        first = 0
+        for position in chunk:
+            param = params[position]
+            part = rows[:, first : first + param.shard_numel]
+            wholes[position] = _join(part, param)
+            first += param.shard_numel
+    return [wholes[position] for position in range(len(params))]
+
+
+def _join(part: Tensor, param: Param) -> Tensor:
+    """Turn one row per rank into the whole parameter: a view where dimension 0 is sharded and the rows adjoin."""
+    assert param.dim is not None
+    by_rank = part.reshape(param.world_size, *param.shard_shape)
+    whole = by_rank.movedim(0, param.dim).reshape(param.padded_shape)
+    return whole.narrow(param.dim, 0, param.shape[param.dim]) if param.is_padded else whole
+
+
+def _cut(grad: Tensor, param: Param) -> Tensor:
+    """Turn a whole gradient into one contiguous row per rank, padded with zeros."""
+    assert param.dim is not None
+    missing = param.padded_shape[param.dim] - param.shape[param.dim]
+    if missing:
+        padding = [0, 0] * (len(param.shape) - 1 - param.dim) + [0, missing]
+        grad = torch.nn.functional.pad(grad, padding)
+    by_rank = grad.unflatten(param.dim, (param.world_size, param.chunk)).movedim(param.dim, 0)
+    return by_rank.reshape(param.world_size, -1)
+
+
+def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group, dtype: torch.dtype | None) -> list[Tensor]:
+    """Launch the reduction of whole gradients in ``dtype`` (None: their own); return one buffer per collective."""
+    buffers = []
+    for chunk in chunks(params, group):
+        cast = [grads[position] if dtype is None else grads[position].to(dtype) for position in chunk]
+        if params[chunk[0]].dim is None:
+            flat = [grad.reshape(-1) for grad in cast]
+            packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+            if group.size > 1:
+                packed = torch.ops._c10d_functional.all_reduce(packed, "sum", group.name)
+            buffers.append(packed)
+            continue
+        rows = [_cut(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
+        packed = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1)
+        if group.transport.reduce == "reduce_scatter":
+            buffers.append(torch.ops._c10d_functional.reduce_scatter_tensor(packed, "sum", group.size, group.name))
+        else:
+            split = [packed.numel() // group.size] * group.size
+            buffers.append(torch.ops._c10d_functional.all_to_all_single(packed, split, split, group.name))
+    return buffers
+
+
+def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
+    """Wait for ``reduce_start`` and return this rank's padded gradient shards, averaged over the ranks."""
+    shards: dict[int, Tensor] = {}
+    for buffer, chunk in zip(buffers, chunks(params, group), strict=True):
+        replicated = params[chunk[0]].dim is None
+        total = torch.ops._c10d_functional.wait_tensor(buffer) if group.size > 1 else buffer
+        if not replicated and group.transport.reduce != "reduce_scatter":
+            # narrow types add in fp32: one rounding, whatever the number of ranks
+            wide = torch.float32 if total.dtype in (torch.bfloat16, torch.float16) else total.dtype
+            total = total.view(group.size, -1).sum(0, dtype=wide)
+        sizes = [params[position].shard_numel for position in chunk]
+        mean = (total.to(params[chunk[0]].dtype) / group.size) if group.size > 1 else total
+        for position, part in zip(chunk, mean.split(sizes), strict=True):
+            param = params[position]
+            shards[position] = part.view(param.shard_shape).to(param.dtype)
+    return [shards[position] for position in range(len(params))]
+
+
+@dataclass(slots=True)
+class Refresh:
+    """The gather of updated parameters into their persistent whole copies (stages 1 and 2), in flight."""
+
+    params: tuple[Param, ...]
+    wholes: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    group: Group
+
+    def wait(self) -> None:
+        """Finish: after this the whole copies hold the parameters of all ranks."""
+        for buffer, chunk in zip(self.buffers, chunks(self.params, self.group), strict=True):
+            torch.ops._c10d_functional.wait_tensor(buffer)
+            if not _is_alone(chunk, self.params, self.group):
+                parts = tuple(self.params[position] for position in chunk)
+                for position, whole in zip(chunk, gather_wait([buffer], parts, self.group), strict=True):
+                    self.wholes[position].copy_(whole)
+        torch.autograd.graph.increment_version(list(self.wholes))
+
+
+def _is_alone(chunk: Sequence[int], params: Sequence[Param], group: Group) -> bool:
+    return len(chunk) == 1 and params[chunk[0]].dim == 0 and params[chunk[0]].whole_bytes >= group.transport.alone_bytes
+
+
+def refresh_start(wholes: Sequence[Tensor], shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> Refresh:
+    """Launch the gather of padded shards into padded whole copies; large ones arrive in place, without a copy."""
+    buffers = []
+    for chunk in chunks(params, group):
+        if _is_alone(chunk, params, group):
+            flat = shards[chunk[0]].reshape(-1).to(params[chunk[0]].compute_dtype)
+            out = _padded_view(wholes[chunk[0]], params[chunk[0]])
+            buffers.append(torch.ops._c10d_functional.all_gather_into_tensor_out(flat, group.size, group.name, out=out))
+        else:
+            parts = [params[position] for position in chunk]
+            buffers.extend(gather_start([shards[position] for position in chunk], parts, group))
+    return Refresh(tuple(params), tuple(wholes), tuple(buffers), group)
+
+
+def new_whole(param: Param, device: torch.device) -> Tensor:
+    """Allocate a persistent whole copy, with room behind it for the padding of the last shards."""
+    padded = torch.empty(param.padded_shape, dtype=param.compute_dtype, device=device)
+    return padded if param.dim is None else padded.narrow(param.dim, 0, param.shape[param.dim])
+
+
+def _padded_view(whole: Tensor, param: Param) -> Tensor:
+    return whole.as_strided((math.prod(param.padded_shape),), (1,))
+
+
+def import_functional() -> None:
+    """Register the fake kernels that tracing needs."""
+    _torch.import_collectives()

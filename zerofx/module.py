@@ -1,0 +1,89 @@
+"""Make ``module.weight`` mean the whole parameter inside a forward, and the sharded DTensor outside."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_BINDING = "_zerofx"
+
+
+@dataclass(slots=True)
+class Binding:
+    """What a module knows of zerofx: its model's runtime, and the table index of each of its own parameters."""
+
+    runtime: Any
+    indices: dict[str, int] = field(default_factory=dict)
+
+
+@functools.cache
+def sharded_class(base: type[nn.Module], names: frozenset[str], is_root: bool) -> type[nn.Module]:
+    """Return the subclass of a module class that reads the named parameters through the runtime. One per class, not per instance."""
+    body: dict[str, Any] = {name: _reader(name) for name in sorted(names)}
+    body.update(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__, __reduce_ex__=_reduce)
+    body.update(_zerofx_key=(base, names, is_root), _load_from_state_dict=_load_from_state_dict)
+    if is_root:
+        body["forward"] = _root_forward
+    return type(base.__name__, (base,), body)
+
+
+def bind(module: nn.Module, binding: Binding, *, is_root: bool) -> None:
+    """Turn a module into its sharded class, in place."""
+    module.__dict__[_BINDING] = binding
+    module.__class__ = sharded_class(type(module), frozenset(binding.indices), is_root)
+
+
+def binding_of(module: nn.Module) -> Binding | None:
+    """Return a module's binding, None where zerofx has not sharded it."""
+    return module.__dict__.get(_BINDING)
+
+
+def bindings(module: nn.Module) -> Iterator[tuple[nn.Module, Binding]]:
+    """Yield every sharded submodule, once, with its binding."""
+    for submodule in module.modules():
+        if (binding := binding_of(submodule)) is not None:
+            yield submodule, binding
+
+
+def _reader(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        binding = self._zerofx
+        if binding.runtime.inside:
+            return binding.runtime.read(binding.indices[name])  # type: ignore[union-attr]
+        return self._parameters[name]
+
+    return property(read, doc=f"The whole parameter inside a forward; its shard, a DTensor, outside ({name}).")
+
+
+@torch.compiler.disable
+def _root_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self._zerofx.runtime.forward(self, args, kwargs)
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle by the original class: the subclass is made anew on loading."""
+    made, args, *rest = self._zerofx_key[0].__reduce_ex__(self, protocol)
+    if made is copyreg.__newobj__ and args and args[0] is type(self):  # type: ignore[attr-defined]
+        return _rebuild, (self._zerofx_key, *args[1:]), *rest
+    return made, args, *rest
+
+
+def _rebuild(key: tuple[type[nn.Module], frozenset[str], bool], *args: Any) -> nn.Module:
+    kind = sharded_class(*key)
+    return kind.__new__(kind, *args)
+
+
+def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    """Accept whole tensors for sharded parameters: keep this rank's shard of each."""
+    binding = self._zerofx
+    for name, index in binding.indices.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor):
+            state_dict[prefix + name] = binding.runtime.shard_like(index, value)
+    self._zerofx_key[0]._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)

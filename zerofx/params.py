@@ -1,0 +1,100 @@
+"""Shard arithmetic: how one parameter is cut over the ranks. Pure; no tensors, no communication."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+def choose_dim(shape: tuple[int, ...], world_size: int) -> int | None:
+    """Choose the dimension to shard, or None to replicate.
+
+    Dimension 0 unless it has fewer rows than ranks; then the first longer one that divides evenly, else the longest.
+    """
+    if world_size == 1 or math.prod(shape) == 0 or not any(size >= world_size for size in shape):
+        return None
+    if shape[0] >= world_size:
+        return 0
+    longer = [dim for dim, size in enumerate(shape) if size >= world_size]
+    even = [dim for dim in longer if shape[dim] % world_size == 0]
+    return even[0] if even else max(longer, key=lambda dim: shape[dim])
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter of the model: its names, logical shape, and how it is cut. Equal on all ranks."""
+
+    index: int
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    world_size: int
+    dim: int | None
+
+    @property
+    def name(self) -> str:
+        """The first qualified name."""
+        return self.names[0]
+
+    @property
+    def owner(self) -> str:
+        """The qualified name of the submodule that owns it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def chunk(self) -> int:
+        """Rows of one padded shard along the sharded dimension."""
+        assert self.dim is not None
+        return -(-self.shape[self.dim] // self.world_size)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's shard with padding: the same on every rank."""
+        return self.shape if self.dim is None else self._with_rows(self.chunk)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter with the padding of its last shards."""
+        return self.shape if self.dim is None else self._with_rows(self.chunk * self.world_size)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one padded shard."""
+        return math.prod(self.shard_shape)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole compute copy, padding included."""
+        return math.prod(self.padded_shape) * self.compute_dtype.itemsize
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the shards hold more rows than the parameter."""
+        return self.padded_shape != self.shape
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Return (first row, row count) of a rank's shard along the sharded dimension."""
+        assert self.dim is not None
+        size = self.shape[self.dim]
+        first = min(rank * self.chunk, size)
+        return first, min(self.chunk, size - first)
+
+    def _with_rows(self, rows: int) -> tuple[int, ...]:
+        assert self.dim is not None
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+
+def block_of(name: str) -> str:
+    """Return the repeated block that a qualified name belongs to: up to its first number, else its first part.
+
+    >>> block_of("transformer.h.3.mlp.c_fc.weight")
+    'transformer.h.3'
+    """
+    parts = name.split(".")
+    for position, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return parts[0] if len(parts) > 1 else ""

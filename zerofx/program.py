@@ -1,0 +1,144 @@
+"""A traced graph and the facts about it that passes read."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx import ops
+from zerofx.collectives import Group
+from zerofx.config import Config
+from zerofx.params import Param
+
+
+class Phase(enum.Enum):
+    """Which part of a step a graph computes."""
+
+    JOINT = "joint"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Level(enum.IntEnum):
+    """What a program is made of; passes only ever raise it. ``verify`` holds the invariants of each level."""
+
+    TRACED = 0  # marker ops as traced
+    UNSHARDED = 1  # at most one unshard per parameter
+    RECOMPUTED = 2  # what the backward gathers again is tagged; the last level of a joint graph
+    RELEASED = 3  # each whole parameter ends at a release
+    REDUCED = 4  # one reduction per parameter
+    BUCKETED = 5  # starts and waits, by bucket
+    SCHEDULED = 6  # in the order that runs
+    LOWERED = 7  # collectives and compute regions only
+
+
+class Sync(enum.Enum):
+    """What a backward does with whole gradients: average them, keep them, or average them with those kept before."""
+
+    REDUCE = "reduce"
+    KEEP = "keep"
+    REDUCE_KEPT = "reduce_kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a node means to zerofx. ``params`` are indices into the parameter table."""
+
+    kind: str
+    params: tuple[int, ...]
+    bucket: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A graph module that it owns, with the phase, level, parameter table, ranks and settings."""
+
+    module: GraphModule
+    phase: Phase
+    level: Level
+    params: tuple[Param, ...]
+    group: Group
+    config: Config
+    refresh_buckets: tuple[tuple[int, ...], ...] = ()
+    sync: Sync = Sync.REDUCE
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+    def at(self, level: Level) -> Program:
+        """Return the same program, raised to a level."""
+        return replace(self, level=max(level, self.level))
+
+    def copy(self) -> Program:
+        """Return a program with a graph of its own; submodules and constants are shared."""
+        graph = Graph()
+        values: dict[Node, Node] = {}
+        output = graph.graph_copy(self.graph, val_map=values)
+        source = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        graph.output(output).meta = dict(source.meta)
+        return replace(self, module=GraphModule(self.module, graph))
+
+    def marked(self, *kinds: str) -> Iterator[tuple[Node, Mark]]:
+        """Yield the nodes that carry a mark of one of the kinds, in graph order."""
+        for node in self.graph.nodes:
+            mark = node.meta.get("zerofx")
+            if mark is not None and mark.kind in kinds:
+                yield node, mark
+
+    def markers(self, target: Any) -> Iterator[tuple[Node, int]]:
+        """Yield the marker-op nodes of a kind with the index of their parameter, in graph order."""
+        place = 2 if target is ops.UNSHARD else 1
+        for node in self.graph.find_nodes(op="call_function", target=target, sort=True):
+            yield node, node.args[place]
+
+    def nodes(self) -> dict[str, Node]:
+        """Return the nodes by name: how an ``apply`` finds what its plan names."""
+        return {node.name: node for node in self.graph.nodes}
+
+    def positions(self) -> dict[Node, int]:
+        """Return each node's place in the graph."""
+        return {node: place for place, node in enumerate(self.graph.nodes)}
+
+    def digest(self) -> str:
+        """Return a hash of what runs, equal on ranks that run the same program."""
+        text = "\n".join(
+            f"{node.op} {node.target} {node.args} {node.kwargs} {node.meta.get('zerofx')}" for node in self.graph.nodes
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def output_of(graph: Graph) -> Node:
+    """Return the output node."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def storage_of(node: Node) -> int | None:
+    """Return an identity of the storage behind a node's traced value, None for anything but a tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def aliases(node: Node) -> list[Node]:
+    """Return the node and everything computed from it that shares its storage, in no particular order."""
+    storage, found, stack = storage_of(node), {node: None}, [node]
+    while stack:
+        for user in stack.pop().users:
+            value = user.meta.get("val")
+            # a split yields a tuple of views; its items are followed through their own storage
+            if user not in found and user.op == "call_function" and (storage_of(user) == storage or isinstance(value, list | tuple)):
+                found[user] = None
+                stack.append(user)
+    return list(found)
+
+
+def last_use(node: Node, positions: dict[Node, int]) -> Node:
+    """Return the last node that reads a value or an alias of it (the node itself where nothing does)."""
+    readers = [user for alias in aliases(node) for user in alias.users]
+    return max([node, *readers], key=positions.__getitem__)

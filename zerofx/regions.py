@@ -1,0 +1,161 @@
+"""Cut a lowered graph at its collectives and compile each distinct compute region between them once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from zerofx import _torch, ops
+from zerofx.program import Phase, Program, output_of
+from zerofx.tape import Region, Tape
+
+# Exact over fast where the two differ, and the order of the schedule over Inductor's own:
+# - the random stream is eager's, so that dropout does not depend on the backend
+# - peak-memory reordering would undo prefetch in a whole-graph compile (design, fact 1)
+PATCHES: dict[str, Any] = {"fallback_random": True, "reorder_for_peak_memory": False, "reorder_for_locality": False}
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+
+
+class Compiler:
+    """Compiles the regions of one model; equal regions are compiled once."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, Compiled] = {}
+        self.region_count = 0
+
+    @property
+    def distinct_count(self) -> int:
+        """How many different regions were compiled."""
+        return len(self._compiled)
+
+    def tape(self, program: Program) -> Tape:
+        """Return a callable for a lowered program, by its backend: node by node, region by region, or as one graph."""
+        nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+        if program.config.backend == "aot_eager":
+            return Tape(program.module, nodes)
+        if program.config.whole_graph and not any(node.target in _STEPS for node in nodes):
+            return Tape(program.module, [self._compile(program, nodes)])
+        order: list[Node | Region] = []
+        pending: list[Node] = []
+        for node in [*nodes, None]:
+            if node is not None and not is_boundary(node):
+                pending.append(node)
+                continue
+            if any(not _is_cheap(item) for item in pending):
+                order.append(self._compile(program, pending))
+            else:
+                order.extend(pending)
+            pending = []
+            if node is not None:
+                order.append(node)
+        return Tape(program.module, order)
+
+    def _compile(self, program: Program, nodes: list[Node]) -> Region:
+        module, inputs, outputs = extract(program, nodes)
+        self.region_count += 1
+        key = canonical(module)
+        compiled = self._compiled.get(key) if key else None
+        if compiled is None:
+            compiled = _torch.inductor_compile(module, is_backward=program.phase is Phase.BACKWARD, patches=PATCHES)
+            self._compiled[key or f"unique {self.region_count}"] = compiled
+        return Region(compiled, tuple(inputs), tuple(outputs))
+
+
+_STEPS = (ops.refresh_wait, ops.add_pending)
+
+
+def is_boundary(node: Node) -> bool:
+    """Whether a node runs between regions: a collective, a wait, or a step of the runtime."""
+    return node.target in _STEPS or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional")
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether a node launches nothing: a view, an item, a constant, or arithmetic on sizes."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def extract(program: Program, nodes: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
+    """Return a module of some consecutive nodes, with the nodes that it reads and those that others read from it."""
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside and source.op != "get_attr"))
+    inputs += _sizes(program, nodes, inputs)
+    outputs = [node for node in nodes if node.op != "get_attr" and any(user not in inside for user in node.users)]
+    graph, values, attributes = Graph(), dict[Node, Node](), dict[str, Any]()
+    for place, node in enumerate(inputs):
+        values[node] = graph.placeholder(f"arg{place}")
+        values[node].meta = {"val": node.meta["val"]}
+
+    def value_of(node: Node) -> Node:
+        if node not in values:
+            assert node.op == "get_attr"
+            attributes[str(node.target)] = getattr(program.module, str(node.target))
+            values[node] = graph.node_copy(node)
+        return values[node]
+
+    for node in nodes:
+        if node.op != "get_attr":
+            values[node] = graph.node_copy(node, value_of)
+            values[node].meta.pop("zerofx", None)
+    graph.output(tuple(values[node] for node in outputs))
+    return GraphModule(attributes, graph), inputs, outputs
+
+
+def _sizes(program: Program, nodes: list[Node], inputs: list[Node]) -> list[Node]:
+    """Return the size inputs that a region needs beside its tensors, so that each symbol is bound."""
+    symbols: set[Any] = set()
+    for node in [*nodes, *inputs]:
+        value = node.meta.get("val")
+        for part in value if isinstance(value, list | tuple) else [value]:
+            sizes = [*part.shape, *part.stride()] if isinstance(part, torch.Tensor) else [part]
+            symbols |= {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+    if not symbols:
+        return []
+    found = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and node.op == "placeholder" and node not in inputs and value.node.expr in symbols:
+            found.append(node)
+    return found
+
+
+def canonical(module: GraphModule) -> str | None:
+    """Return a text that is equal for regions with equal code and inputs; None where one holds constants of its own."""
+    names: dict[Node, int] = {}
+    lines = []
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            return None
+        names[node] = len(names)
+        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{names[source]}")
+        value = node.meta.get("val")
+        described = _describe(value) if node.op == "placeholder" else ""
+        symbolic = isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+        if symbolic or isinstance(value, torch.SymInt):
+            return None  # a symbol belongs to one tracing; equal names may mean different ranges
+        lines.append(f"{node.op} {node.target if node.op != 'placeholder' else ''} {args} {described}")
+    return "\n".join(lines)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+    return repr(value)
+
+
+def lowered_order(program: Program) -> list[str]:
+    """Return the collectives and waits of a lowered program by op name, in the order that runs."""
+    return [str(node.target) for node in program.graph.nodes if is_boundary(node)]
+
+
+def output_names(program: Program) -> list[str]:
+    """Return the names of the nodes that a program returns."""
+    return [node.name if isinstance(node, Node) else "" for node in output_of(program.graph).args[0]]
