@@ -92,23 +92,37 @@ def _plan(program: Program, gathers: list[int], reduces: list[int], max_bytes: i
 
 
 def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
-    """Cut an order into buckets; the first one closes early."""
+    """Cut an order into buckets: by block, small neighbours merged, large ones split, the first one tapered."""
     buckets: list[list[Param]] = []
-    size = 0
     for index in order:
         param = program.params[index]
-        if not buckets or _closes(program, buckets, size, param, max_bytes):
+        if not buckets or _closes(program, buckets[-1], param, max_bytes):
             buckets.append([])
-            size = 0
         buckets[-1].append(param)
-        size += param.whole_bytes
+    if len(buckets) > 1 and _bytes(buckets[-1]) < program.config.bucket_min_bytes and _bytes(buckets[-2]) + _bytes(buckets[-1]) <= max_bytes:
+        buckets[-2] += buckets.pop()
+    if buckets:
+        buckets[:1] = _taper(buckets[0], program.config.bucket_min_bytes)
     return tuple(tuple(param.index for param in bucket) for bucket in buckets)
 
 
-def _closes(program: Program, buckets: list[list[Param]], size: int, param: Param, max_bytes: int) -> bool:
-    enough = size >= program.config.bucket_min_bytes
-    same_block = block_of(buckets[-1][0].name) == block_of(param.name)
-    return size + param.whole_bytes > max_bytes or (enough and (len(buckets) == 1 or not same_block))
+def _closes(program: Program, bucket: list[Param], param: Param, max_bytes: int) -> bool:
+    size = _bytes(bucket)
+    if size + param.whole_bytes > max_bytes:
+        return True
+    return size >= program.config.bucket_min_bytes and block_of(bucket[-1].name) != block_of(param.name)
+
+
+def _taper(bucket: list[Param], min_bytes: int) -> list[list[Param]]:
+    """Split a bucket after the first parameters that are worth a collective, where as much is left behind them."""
+    for cut in range(1, len(bucket)):
+        if _bytes(bucket[:cut]) >= min_bytes:
+            return [bucket[:cut], bucket[cut:]] if _bytes(bucket[cut:]) >= min_bytes else [bucket]
+    return [bucket]
+
+
+def _bytes(bucket: list[Param]) -> int:
+    return sum(param.whole_bytes for param in bucket)
 
 
 def _peak(program: Program, plan: BucketPlan) -> int:

@@ -48,8 +48,7 @@ class Schedule:
         base = memory.peak_bytes(program)
         limit = program.config.memory_limit_bytes
         if limit is None:
-            sizes = [sum(program.params[i].whole_bytes for i in mark.params) for _, mark in program.marked("gather_start")]
-            limit = base + max(sizes, default=0)
+            limit = base + sum(_largest(program, kind) for kind in ("gather_start", "reduce_start"))
         elif base > limit:
             raise limit_error(program, limit, base)
         line = _Line(program, limit)
@@ -66,6 +65,10 @@ class Schedule:
             for item in items:
                 nodes[move.before].prepend(item)
         return program
+
+
+def _largest(program: Program, kind: str) -> int:
+    return max((memory.bucket_bytes(program, mark) for _, mark in program.marked(kind)), default=0)
 
 
 def program_item(node: Node) -> bool:
@@ -113,7 +116,7 @@ class _Line:
         anchors = [node for node, _ in self.program.marked("gather_wait", "reduce_start")]
         ahead, moves, floor = self.program.config.prefetch_buckets, [], 0
         for number, start in enumerate(starts):
-            size = sum(self.program.params[index].whole_bytes for index in start.meta["zerofx"].params)
+            size = memory.bucket_bytes(self.program, start.meta["zerofx"])
             earliest = self.place[waits[number - ahead]] if number >= ahead else 0
             for anchor in anchors:
                 place = self.place[anchor]
@@ -130,19 +133,13 @@ class _Line:
         starts = [node for node, _ in self.program.marked("reduce_start")]
         waits = [node for node, _ in self.program.marked("reduce_wait")]
         allowed, moves = self.program.config.reduces_in_flight, []
-        itemsize = memory.gradient_itemsize(self.program)
         for number, wait in enumerate(waits):
-            params = [self.program.params[index] for index in wait.meta["zerofx"].params]
-            size = memory.reduce_bytes(params, self.program.group, itemsize)
+            size = memory.bucket_bytes(self.program, wait.meta["zerofx"])
             for later in range(min(number + allowed - 1, len(starts)), number, -1):
                 stop = self.place[starts[later]] + 1 if later < len(starts) else len(self.live)
                 if self._stretch(self.place[wait], stop, size):
-                    target = self._after(starts[later]) if later < len(starts) else output_of(self.program.graph)
+                    # in front of the later bucket's own wait is right behind its start
+                    target = waits[later] if later < len(starts) else output_of(self.program.graph)
                     moves.append(Move(wait.name, target.name))
                     break
         return moves
-
-    def _after(self, start: Node) -> Node:
-        """Return the wait that follows a start: moving in front of it is moving right behind the start."""
-        following = start.next
-        return following

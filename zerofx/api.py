@@ -76,14 +76,16 @@ def schedule(model: nn.Module) -> Schedule:
     Raises ShardingError for a model that was not compiled, or has not run yet.
     """
     found = _runtime_of(model)
-    if not found.programs:
+    if not found.last_step:
         raise ShardingError(
             "there is no schedule yet",
             where="zerofx.schedule",
             why="a graph is traced by the first forward",
             remedy="run one step first",
         )
-    return Schedule.of(found.programs, found.params, found.group, found.config, found.refresh_buckets)
+    forwards = [ran.forward for ran in found.last_step]
+    backwards = [ran.backward for ran in reversed(found.last_step) if ran.backward is not None]
+    return Schedule.of([*forwards, *backwards], found.params, found.group, found.config, found.refresh_buckets)
 
 
 @contextmanager

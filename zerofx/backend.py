@@ -54,7 +54,7 @@ class Backend:
             decompositions=_torch.inductor_decompositions() if inductor else {},
             keep_inference_input_mutations=True,
         )(gm, inputs)
-        self.runtime.programs.append(tracing.compilation)
+        self.runtime.compilations.append(tracing.compilation)
         return compiled
 
     def program(self, module: GraphModule, phase: Phase) -> Program:
@@ -142,11 +142,12 @@ class _Tracing:
     def _forward(self, scheduled: Program) -> Callable[[list[Any]], Any]:
         tape = self.lower(scheduled, "forward")
         waits = any(scheduled.marked("refresh_wait"))
-        arrivals = self.backend.runtime.arrivals
+        runtime, compilation = self.backend.runtime, self.compilation
 
         def run(inputs: list[Any]) -> Any:
+            runtime.executed.append(compilation)
             if waits:
-                inputs.append(arrivals)
+                inputs.append(runtime.arrivals)
             return tape(inputs)
 
         run._boxed_call = True  # type: ignore[attr-defined]

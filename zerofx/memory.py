@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from zerofx.collectives import Group, chunks
 from zerofx.params import Param
-from zerofx.program import Program
+from zerofx.program import Mark, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +39,30 @@ def reduce_bytes(params: Sequence[Param], group: Group, itemsize: int | None = N
     return sent + (sent // group.size if group.transport.reduce == "reduce_scatter" else sent)
 
 
-def gradient_itemsize(program: Program) -> int | None:
-    """Bytes of one gradient element on the wire; None for the parameter's own."""
+def bucket_bytes(program: Program, mark: Mark) -> int:
+    """Bytes that a marked bucket holds: whole parameters for a gather, what is in flight for a reduction."""
+    params = [program.params[index] for index in mark.params]
+    if mark.kind.startswith("gather") or mark.kind == "release":
+        return sum(param.whole_bytes for param in params)
     dtype = program.config.reduce_dtype
-    return None if dtype is None else dtype.itemsize
+    return reduce_bytes(params, program.group, None if dtype is None else dtype.itemsize)
 
 
 def live(program: Program) -> list[Live]:
     """Walk a bucketed program and return the bytes alive after each of its events, in order."""
-    itemsize = gradient_itemsize(program)
     whole, buffers, found = 0, 0, []
-    kinds = ("gather", "gather_start", "gather_wait", "release", "reduce_start", "reduce_wait")
-    for node, mark in program.marked(*kinds):
-        params = [program.params[index] for index in mark.params]
-        size = sum(param.whole_bytes for param in params)
-        if mark.kind == "gather_start" or (mark.kind == "gather" and node.op == "placeholder"):
-            whole += size
-        elif mark.kind == "gather_wait":
+    for node, mark in program.marked("gather", "gather_start", "gather_wait", "release", "reduce_start", "reduce_wait"):
+        if mark.kind == "gather_wait":
+            params = [program.params[index] for index in mark.params]
             found.append(Live(node, whole, buffers + packed_bytes(params, program.group)))
             continue
+        size = bucket_bytes(program, mark)
+        if mark.kind == "gather_start" or (mark.kind == "gather" and node.op == "placeholder"):
+            whole += size
         elif mark.kind == "release":
             whole -= size
-        elif mark.kind == "reduce_start":
-            buffers += reduce_bytes(params, program.group, itemsize)
-        elif mark.kind == "reduce_wait":
-            buffers -= reduce_bytes(params, program.group, itemsize)
+        elif mark.kind.startswith("reduce"):
+            buffers += size if mark.kind == "reduce_start" else -size
         else:
             continue
         found.append(Live(node, whole, buffers))

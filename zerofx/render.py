@@ -1,4 +1,304 @@
+"""The schedule as people read it: one line an event, equal layers folded."""
+
 from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zerofx import memory
+from zerofx.collectives import Group
+from zerofx.config import Config
+from zerofx.params import Param, block_of
+from zerofx.program import Mark, Program
+
+_COLLECTIVES = {"gather": "all_gather", "reduce": "reduce_scatter", "refresh": "all_gather"}
+_MIB = 2**20
+_LONGEST_PERIOD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event: what happens, to which bucket or module, the bytes it moves or ends, and what is alive after it."""
+
+    phase: str
+    kind: str  # launch, wait, release, compute
+    what: str  # gather 3, reduce 0, or empty
+    label: str  # modules
+    moved_bytes: int
+    in_flight: tuple[str, ...]
+    whole_bytes: int
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
+    """What one step of a model runs, in order, on each rank. Equal on all ranks; ``str`` is the printed form."""
+
+    events: tuple[Event, ...]
+    stage: int
+    world_size: int
+    backend: str
+    parameter_count: int
+    parameter_bytes: int
+    peak_whole_bytes: int
+    peak_total_bytes: int
+    memory_limit_bytes: int | None
+    traffic_bytes: dict[str, int]
+    collective_counts: dict[str, int]
+
     @staticmethod
-    def of(programs, params, group, config, refresh_buckets): return Schedule()
+    def of(
+        programs: Sequence[Program], params: tuple[Param, ...], group: Group, config: Config, refresh_buckets: tuple[tuple[int, ...], ...]
+    ) -> Schedule:
+        """Read the schedule off scheduled programs, in the order in which they run."""
+        events: list[Event] = []
+        traffic = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+        counts = dict.fromkeys(traffic, 0)
+        for members in refresh_buckets:
+            _count(traffic, counts, "refresh", [params[index] for index in members], group)
+        kept_bytes = sum(param.whole_bytes for param in params) if config.stage < 3 else 0
+        whole, total = kept_bytes, kept_bytes
+        for program in programs:
+            events.extend(_events(program, kept_bytes))
+            for _, mark in program.marked("gather_start", "reduce_start"):
+                _count(traffic, counts, mark.kind.removesuffix("_start"), [params[index] for index in mark.params], group)
+            for state in memory.live(program):
+                whole, total = max(whole, state.whole_bytes + kept_bytes), max(total, state.total_bytes + kept_bytes)
+        return Schedule(
+            tuple(events),
+            config.stage,
+            group.size,
+            config.backend,
+            sum(_numel(param) for param in params),
+            sum(_numel(param) * param.compute_dtype.itemsize for param in params),
+            whole,
+            total,
+            config.memory_limit_bytes,
+            traffic,
+            counts,
+        )
+
+    def __str__(self) -> str:
+        limit = "" if self.memory_limit_bytes is None else f", limit {_mib(self.memory_limit_bytes)} MiB"
+        lines = [
+            f"ZeRO stage {self.stage}, {self.world_size} ranks, {self.backend}: "
+            f"{self.parameter_count:,} parameters, {_mib(self.parameter_bytes)} MiB whole{limit}",
+            "",
+        ]
+        phase = ""
+        for event, repeats, period in fold(self.events):
+            if event is None:
+                lines.append(f"  ... {repeats} more times the {period} lines above, one layer on each time")
+                continue
+            if event.phase != phase:
+                phase = event.phase
+                lines.append(f"{phase:<50}{'MiB':>9}  {'whole MiB':>9}  in flight")
+            lines.append(_line(event))
+        lines += ["", *self._totals()]
+        return "\n".join(lines)
+
+    def _totals(self) -> Iterator[str]:
+        for kind, count in self.collective_counts.items():
+            if count:
+                yield f"{kind}: {count} buckets, {_mib(self.traffic_bytes[kind])} MiB sent by each rank per step"
+        yield f"peak of whole parameters: {_mib(self.peak_whole_bytes)} MiB; with communication buffers: {_mib(self.peak_total_bytes)} MiB"
+
+    def to_json(self) -> str:
+        """Return all fields and events as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def _numel(param: Param) -> int:
+    count = 1
+    for size in param.shape:
+        count *= size
+    return count
+
+
+def _count(traffic: dict[str, int], counts: dict[str, int], kind: str, params: list[Param], group: Group) -> None:
+    """Add what each rank sends for one bucket."""
+    ranks = group.size
+    sharded = sum(param.whole_bytes for param in params if param.dim is not None)
+    replicated = sum(param.whole_bytes for param in params if param.dim is None)
+    if sharded:
+        traffic[_COLLECTIVES[kind]] += sharded * (ranks - 1) // ranks
+        counts[_COLLECTIVES[kind]] += 1
+    if replicated and kind == "reduce" and ranks > 1:
+        traffic["all_reduce"] += 2 * replicated * (ranks - 1) // ranks
+        counts["all_reduce"] += 1
+
+
+def _line(event: Event) -> str:
+    subject = f"{event.kind:<8} {event.what:<10} {event.label}"
+    moved = _mib(event.moved_bytes) if event.moved_bytes else ""
+    return f"  {subject:<48}{moved:>9}  {_mib(event.whole_bytes):>9}  {' '.join(event.in_flight)}".rstrip()
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.2f}"
+
+
+def _events(program: Program, kept_bytes: int) -> Iterator[Event]:
+    """Walk a scheduled program: marked nodes are events; the compute between two of them is one event."""
+    phase = program.phase.value
+    alive = {state.node: state.whole_bytes + kept_bytes for state in memory.live(program)}
+    whole = kept_bytes + sum(
+        program.params[mark.params[0]].whole_bytes for node, mark in program.marked("gather") if node.op == "placeholder"
+    )
+    in_flight: list[str] = []
+    compute: dict[str, None] = {}
+    released: list[Node] = []
+    for node in program.graph.nodes:
+        mark = node.meta.get("zerofx")
+        if mark is None or mark.kind not in _KINDS:
+            if node.op == "call_function" and not _is_item(node) and not is_view(node):
+                if released:
+                    whole = alive[released[-1]]
+                    yield _release(program, phase, released, tuple(in_flight), whole)
+                    released = []
+                compute[block_of(f"{module_of(node)}.x") or "(model)"] = None
+            continue
+        if compute:
+            yield Event(phase, "compute", "", _names(compute), 0, tuple(in_flight), whole)
+            compute = {}
+        if mark.kind == "release":
+            released.append(node)
+            continue
+        if released:
+            whole = alive[released[-1]]
+            yield _release(program, phase, released, tuple(in_flight), whole)
+            released = []
+        what = f"{mark.kind.partition('_')[0]} {mark.bucket}"
+        starts = mark.kind.endswith("_start")
+        if starts:
+            in_flight.append(what)
+        elif what in in_flight:
+            in_flight.remove(what)
+        whole = alive.get(node, whole)
+        moved = sum(program.params[index].whole_bytes for index in mark.params) if starts else 0
+        yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name)
+    if compute:
+        yield Event(phase, "compute", "", _names(compute), 0, tuple(in_flight), whole)
+    if released:
+        yield _release(program, phase, released, tuple(in_flight), alive[released[-1]])
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node computes nothing: a view, or one item of a tuple."""
+    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
+
+
+_KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "refresh_wait")
+
+
+def _is_item(node: Node) -> bool:
+    source = node.args[0] if node.args else None
+    return isinstance(source, Node) and getattr(source.meta.get("zerofx"), "kind", "") in ("gather_wait", "reduce_wait")
+
+
+def _release(program: Program, phase: str, nodes: list[Node], in_flight: tuple[str, ...], whole: int) -> Event:
+    members = tuple(index for node in nodes for index in node.meta["zerofx"].params)
+    return Event(phase, "release", "", _label(program, Mark("release", members)), 0, in_flight, whole, nodes[0].name)
+
+
+def _label(program: Program, mark: Mark) -> str:
+    """Name a bucket by its blocks, or by its parameter where it has one."""
+    if len(mark.params) == 1:
+        return program.params[mark.params[0]].name
+    blocks = dict.fromkeys(block_of(program.params[index].name) or "(model)" for index in mark.params)
+    return _names(blocks)
+
+
+def _names(blocks: Iterable[str]) -> str:
+    """Join names; a run of more than two neighbouring layers becomes ``h.0 .. h.11``."""
+    runs: list[list[str]] = []
+    for name in blocks:
+        if runs and _adjoins(runs[-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(f"{run[0]} .. {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+def _adjoins(run: list[str], name: str) -> bool:
+    stem, _, number = name.rpartition(".")
+    last_stem, _, last = run[-1].rpartition(".")
+    if stem != last_stem or not number.isdigit() or not last.isdigit():
+        return False
+    step = int(number) - int(last)
+    return abs(step) == 1 and (len(run) == 1 or step == int(last) - int(run[-2].rpartition(".")[2]))
+
+
+def module_of(node: Node) -> str:
+    """Return the qualified name of the submodule that a node computes, forward or backward; empty for the root."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return re.sub(r"^L\['\w+'\]\.?", "", path).replace("._modules", "").replace("['", ".").replace("']", "").strip(".")
+
+
+def fold(events: Sequence[Event]) -> Iterator[tuple[Event | None, int, int]]:
+    """Yield events; where a period of them repeats one layer on, yield it once, then (None, repeats, lines of the period).
+
+    Periods are cut at waits and launches of reductions, where layers meet.
+    """
+    segments = _segments(events)
+    place = 0
+    while place < len(segments):
+        period, repeats = _repeats(segments, place)
+        for segment in segments[place : place + period]:
+            yield from ((event, 1, 1) for event in segment)
+        if repeats:
+            yield None, repeats, sum(len(segment) for segment in segments[place : place + period])
+        place += period * (repeats + 1)
+
+
+def _segments(events: Sequence[Event]) -> list[list[Event]]:
+    segments: list[list[Event]] = []
+    for event in events:
+        cut = event.kind == "wait" and not event.what.startswith("reduce") or event.what.startswith("reduce") and event.kind == "launch"
+        if not segments or cut or segments[-1][-1].phase != event.phase:
+            segments.append([])
+        segments[-1].append(event)
+    return segments
+
+
+def _repeats(segments: list[list[Event]], place: int) -> tuple[int, int]:
+    """Return (period, repeats after the first) of the longest run that starts at a segment; (1, 0) where none does."""
+    best = (1, 0)
+    for period in range(1, _LONGEST_PERIOD + 1):
+        first = _normal(segments[place : place + period])
+        repeats = 0
+        while True:
+            following = segments[place + period * (repeats + 1) : place + period * (repeats + 2)]
+            if len(following) < period or _normal(following) != first:
+                break
+            repeats += 1
+        if repeats and period * repeats > best[0] * best[1]:
+            best = (period, repeats)
+    return best
+
+
+def _normal(segments: list[list[Event]]) -> list[Any]:
+    """Rewrite layer and bucket numbers relative to the first of each kind, so that equal layers compare equal."""
+    bases: dict[str, int] = {}
+
+    def relative(match: re.Match[str]) -> str:
+        kind = match[1]
+        return f"{kind}{int(match[2]) - bases.setdefault(kind, int(match[2])):+d}"
+
+    def shift(text: str) -> str:
+        return re.sub(r"([A-Za-z_]+[ .])(\d+)", relative, text)
+
+    return [
+        replace(event, what=shift(event.what), label=shift(event.label), in_flight=tuple(shift(part) for part in event.in_flight), node="")
+        for segment in segments
+        for event in segment
+    ]
+

@@ -52,7 +52,9 @@ class Runtime:
         self.inside = False
         self.synchronize = True
         self.run_forward: Callable[..., Any] | None = None
-        self.programs: list[Any] = []
+        self.compilations: list[Any] = []  # every graph compiled so far
+        self.executed: list[Any] = []  # those that the current forward runs, in order
+        self.last_step: list[Any] = []  # those of the last forward, the last trained one where there is one
         self.owners: Owners = ()
         self.arrivals = Arrivals()
         self.geometry = [
@@ -77,6 +79,7 @@ class Runtime:
         self._check_parameters()
         self.shards = self._enter()
         self._refresh_stale()
+        self.executed = []
         self.inside = True
         try:
             return self.run_forward(module, *args, **kwargs)
@@ -88,6 +91,8 @@ class Runtime:
             self.inside = False
             self.shards = []
             self.arrivals.finish()
+            if any(ran.backward for ran in self.executed) or not any(ran.backward for ran in self.last_step):
+                self.last_step = self.executed
 
     def read(self, index: int) -> Tensor:
         """Return the whole parameter: a marker op under tracing, else the value itself."""
