@@ -100,7 +100,8 @@ def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
             buckets.append([])
         buckets[-1].append(param)
     if len(buckets) > 1 and _bytes(buckets[-1]) < program.config.bucket_min_bytes and _bytes(buckets[-2]) + _bytes(buckets[-1]) <= max_bytes:
-        buckets[-2] += buckets.pop()
+        tail = buckets.pop()
+        buckets[-1].extend(tail)
     if buckets:
         buckets[:1] = _taper(buckets[0], program.config.bucket_min_bytes)
     return tuple(tuple(param.index for param in bucket) for bucket in buckets)

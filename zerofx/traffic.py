@@ -55,14 +55,14 @@ def sent_share(kind: str, world_size: int) -> float:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Count the bytes this rank sends, and the bytes of gathered tensors alive, while the mode is active.
+    """Count the bytes this rank sends, and the bytes of whole parameters alive, while the mode is active.
 
     ``sent_bytes`` goes by kind of collective. ``whole_bytes`` are alive now and ``whole_peak_bytes`` were at most: the storages
-    that all-gathers wrote, each from the gather's launch to its release.
+    that all-gathers wrote, each from its launch until it is freed, and those that ``watch`` was told of.
     """
 
     def __init__(self, world_size: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.world_size = world_size
         self.sent_bytes: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
         self.launches: dict[str, int] = {}
@@ -92,9 +92,11 @@ class TrafficCounter(TorchDispatchMode):
         self.launches[kind] = self.launches.get(kind, 0) + 1
         if kind == "all_gather":
             for tensor in _tensors(written):
-                self._watch(tensor.untyped_storage())
+                self.watch(tensor)
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, once, among the whole parameters until it is freed."""
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return
