@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx import _torch, collectives, ops
+from zerofx import _torch, collectives
+from zerofx.params import Param
 from zerofx.program import Level, Program
 
 
@@ -45,6 +46,7 @@ class Lower:
         """Record each event's ops in its place."""
         collectives.import_functional()
         nodes = program.nodes()
+        recorder = _Recorder(program)
         buffers: dict[Node, list[Node]] = {}
         for step in plan:
             node = nodes[step.node]
@@ -55,11 +57,10 @@ class Lower:
                         program.graph.call_function(torch.ops.aten.fill_.Scalar, (node.args[0], float("nan")))
                 program.graph.erase_node(node)
             elif step.kind.endswith("_start"):
-                sources = list(node.args[0])
-                buffers[node] = record(program.graph, node, _start(step.kind, params, program), sources)
+                buffers[node] = recorder.insert(node, step.kind, params, list(node.args[0]))
             else:
                 start = node.args[0]
-                results = record(program.graph, node, _wait(step.kind, params, program), buffers[start])
+                results = recorder.insert(node, step.kind, params, buffers[start])
                 for item in list(node.users):
                     item.replace_all_uses_with(results[item.args[1]], propagate_meta=False)
                     program.graph.erase_node(item)
@@ -68,52 +69,96 @@ class Lower:
         return program
 
 
-def _start(kind: str, params: tuple[Any, ...], program: Program) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    if kind == "gather_start":
-        return lambda shards: collectives.gather_start(shards, params, program.group)
-    return lambda grads: collectives.reduce_start(grads, params, program.group, program.config.reduce_dtype)
+class _Recorder:
+    """Inserts the ops of a collective's functions; buckets of equal geometry are recorded once and replayed."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._recordings: dict[Any, _Recording] = {}
+
+    def insert(self, place: Node, kind: str, params: tuple[Param, ...], sources: list[Node]) -> list[Node]:
+        """Insert, before a node, what an event of a kind does to the values of some nodes; return its results."""
+        values = [node.meta["val"] for node in sources]
+        geometry = tuple((param.shape, param.dim, param.dtype, param.compute_dtype) for param in params)
+        key = kind, geometry, tuple((value.shape, value.stride(), value.dtype) for value in values)
+        if key not in self._recordings:
+            self._recordings[key] = _record(self._function(kind, params), values)
+        return self._recordings[key].replay(self._program.graph, place, sources)
+
+    def _function(self, kind: str, params: tuple[Param, ...]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+        group, dtype = self._program.group, self._program.config.reduce_dtype
+        if kind == "gather_start":
+            return lambda shards: collectives.gather_start(shards, params, group)
+        if kind == "reduce_start":
+            return lambda grads: collectives.reduce_start(grads, params, group, dtype)
+        wait = collectives.gather_wait if kind == "gather_wait" else collectives.reduce_wait
+        return lambda buffers: wait(buffers, params, group)
 
 
-def _wait(kind: str, params: tuple[Any, ...], program: Program) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    wait = collectives.gather_wait if kind == "gather_wait" else collectives.reduce_wait
-    return lambda buffers: wait(buffers, params, program.group)
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of a tensor in a recording: sources first, then results of ops."""
+
+    number: int
 
 
-class _Recorder(TorchDispatchMode):
-    """Write each op that runs on fake tensors into a graph: the nodes of a pure function, with their metadata."""
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """The ops that a pure function runs: (target, args, kwargs, value), tensors as slots; and the slots of its results."""
 
-    def __init__(self, graph: Graph, known: Sequence[tuple[Tensor, Node]], meta: dict[str, Any]) -> None:
+    ops: tuple[tuple[Any, Any, Any, Any], ...]
+    results: tuple[_Slot, ...]
+
+    def replay(self, graph: Graph, place: Node, sources: list[Node]) -> list[Node]:
+        """Write the ops into a graph, before a node. Replays share traced values: at worst, Inductor sees an alias too many."""
+        nodes = list(sources)
+        meta = {key: value for key, value in place.meta.items() if key in ("nn_module_stack", "zerofx")}
+
+        def fill(value: Any) -> Any:
+            return torch.fx.node.map_aggregate(value, lambda part: nodes[part.number] if isinstance(part, _Slot) else part)
+
+        with graph.inserting_before(place):
+            for target, args, kwargs, value in self.ops:
+                node = graph.call_function(target, fill(args), fill(kwargs))
+                node.meta = {**meta, "val": value}
+                nodes.append(node)
+        return [nodes[slot.number] for slot in self.results]
+
+
+class _Tracer(TorchDispatchMode):
+    """Writes down each op that runs on fake tensors."""
+
+    def __init__(self, sources: Sequence[Tensor]) -> None:
         super().__init__()
-        self.graph, self.meta = graph, meta
-        self.nodes = {id(value): node for value, node in known}
-        self.kept = [value for value, _ in known]  # an id stays valid only while its tensor lives
+        self.ops: list[tuple[Any, Any, Any, Any]] = []
+        self.kept = list(sources)  # an id stays valid only while its tensor lives
+        self.slots = {id(value): _Slot(number) for number, value in enumerate(sources)}
+        self._count = len(sources)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor | list | tuple):
             return result  # a question about a tensor, such as its device
-        node = self.graph.call_function(func, *torch.fx.node.map_aggregate((args, kwargs or {}), self._node))
-        node.meta = {**self.meta, "val": result}
-        for position, value in enumerate(result if isinstance(result, list | tuple) else [result]):
-            part = node
-            if isinstance(result, list | tuple):
-                part = self.graph.call_function(operator.getitem, (node, position))
-                part.meta = {**self.meta, "val": value}
-            self.nodes[id(value)] = part
-            self.kept.append(value)
+        slotted = torch.fx.node.map_aggregate((args, kwargs or {}), lambda part: self.slots[id(part)] if isinstance(part, Tensor) else part)
+        source = self._write(func, *slotted, result)
+        if not isinstance(result, Tensor):
+            for position, value in enumerate(result):
+                self._write(operator.getitem, (source, position), {}, value)
         return result
 
-    def _node(self, value: Any) -> Any:
-        return self.nodes[id(value)] if isinstance(value, Tensor) else value
+    def _write(self, target: Any, args: Any, kwargs: Any, value: Any) -> _Slot:
+        slot = _Slot(self._count)
+        self._count += 1
+        self.ops.append((target, args, kwargs, value))
+        self.slots[id(value)] = slot
+        self.kept.append(value)
+        return slot
 
 
-def record(graph: Graph, place: Node, function: Callable[[Sequence[Tensor]], list[Tensor]], sources: list[Node]) -> list[Node]:
-    """Insert, before a node, what a function does to the values of some nodes; return the nodes of its results."""
+def _record(function: Callable[[Sequence[Tensor]], list[Tensor]], values: list[Tensor]) -> _Recording:
     # a fresh alias for each source: two sources may be one tensor, and ids must tell them apart
-    values = [node.meta["val"].view_as(node.meta["val"]) for node in sources]
-    meta = {key: value for key, value in place.meta.items() if key in ("nn_module_stack", "zerofx")}
-    fake_mode = _torch.detect_fake_mode(values)
-    recorder = _Recorder(graph, list(zip(values, sources, strict=True)), meta)
-    with torch.no_grad(), fake_mode, graph.inserting_before(place), recorder:
-        results = function(values)
-    return [recorder.nodes[id(value)] for value in results]
+    sources = [value.view_as(value) for value in values]
+    tracer = _Tracer(sources)
+    with torch.no_grad(), _torch.detect_fake_mode(sources), tracer:
+        results = function(sources)
+    return _Recording(tuple(tracer.ops), tuple(tracer.slots[id(value)] for value in results))

@@ -26,6 +26,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
 
+# Skips autograd's dispatch in code that is already a backward, or that AOTAutograd made a forward of.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's own local tensor; ``to_local`` would add an autograd node."""
     assert isinstance(tensor, DTensor)

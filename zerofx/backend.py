@@ -29,6 +29,8 @@ class Compilation:
     lowered: dict[str, Program] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    region_count: int = 0
+    distinct_count: int = 0  # regions that had to be compiled; the others are equal to one of these
 
     def spend(self, part: str, start: float) -> None:
         """Add the time since ``start`` to a part of the compilation."""
@@ -102,8 +104,11 @@ class _Tracing:
         """Lower a scheduled program and compile its regions."""
         lowered = self._run(program, Level.LOWERED)
         self.compilation.lowered[name] = lowered
-        start = time.perf_counter()
-        tape = self.backend.compiler.tape(lowered)
+        start, compiler = time.perf_counter(), self.backend.compiler
+        before = compiler.region_count, compiler.distinct_count
+        tape = compiler.tape(lowered)
+        self.compilation.region_count += compiler.region_count - before[0]
+        self.compilation.distinct_count += compiler.distinct_count - before[1]
         self.compilation.spend("regions", start)
         return tape
 

@@ -122,19 +122,28 @@ def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:
     alone: list[list[int]] = []
     packed: dict[tuple[bool, torch.dtype, torch.dtype], list[int]] = {}
     for position, param in enumerate(params):
-        if param.dim == 0 and param.whole_bytes >= group.transport.alone_bytes:
+        if _is_large(param, group):
             alone.append([position])
         else:
             packed.setdefault((param.dim is None, param.compute_dtype, param.dtype), []).append(position)
     return [*alone, *packed.values()]
 
 
+def is_alone(chunk: Sequence[int], params: Sequence[Param], group: Group) -> bool:
+    """Whether a collective of ``chunks`` carries one large parameter as it lies in memory."""
+    return len(chunk) == 1 and _is_large(params[chunk[0]], group)
+
+
+def _is_large(param: Param, group: Group) -> bool:
+    return param.dim == 0 and param.whole_bytes >= group.transport.alone_bytes
+
+
 def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
     """Launch the all-gather of padded shards; return one buffer per collective, valid after ``gather_wait``."""
     buffers = []
     for chunk in chunks(params, group):
-        flat = [shards[position].reshape(-1).to(params[position].compute_dtype) for position in chunk]
-        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+        cast = [shards[position].to(params[position].compute_dtype) for position in chunk]
+        packed = cast[0] if is_alone(chunk, params, group) else _cat([shard.reshape(-1) for shard in cast], 0)
         if params[chunk[0]].dim is not None:
             packed = torch.ops._c10d_functional.all_gather_into_tensor(packed, group.size, group.name)
         buffers.append(packed)
@@ -145,36 +154,43 @@ def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
     """Wait for ``gather_start`` and return the whole parameters, in the order of ``params``."""
     wholes: dict[int, Tensor] = {}
     for buffer, chunk in zip(buffers, chunks(params, group), strict=True):
-        if params[chunk[0]].dim is None:
-            sizes = [params[position].shard_numel for position in chunk]
-            for position, part in zip(chunk, buffer.split(sizes), strict=True):
-                wholes[position] = part.view(params[position].shape)
+        first = params[chunk[0]]
+        arrived = buffer if first.dim is None else torch.ops._c10d_functional.wait_tensor(buffer)
+        if is_alone(chunk, params, group):
+            wholes[chunk[0]] = _without_padding(arrived, first)
             continue
-        rows = torch.ops._c10d_functional.wait_tensor(buffer).view(group.size, -1)
-        first = 0
-        for position in chunk:
-            param = params[position]
-            part = rows[:, first : first + param.shard_numel]
-            wholes[position] = _join(part, param)
-            first += param.shard_numel
+        sizes = [params[position].shard_numel for position in chunk]
+        rows = arrived.view(1 if first.dim is None else group.size, -1)
+        for position, part in zip(chunk, rows.split(sizes, dim=1), strict=True):
+            wholes[position] = _join(part, params[position])
     return [wholes[position] for position in range(len(params))]
 
 
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _without_padding(padded: Tensor, param: Param) -> Tensor:
+    return padded.narrow(param.dim, 0, param.shape[param.dim]) if param.dim is not None and param.is_padded else padded
+
+
 def _join(part: Tensor, param: Param) -> Tensor:
-    """Turn one row per rank into the whole parameter: a view where dimension 0 is sharded and the rows adjoin."""
-    assert param.dim is not None
+    """Turn one row per rank into the whole parameter."""
+    if param.dim is None:
+        return part.reshape(param.shape)
     by_rank = part.reshape(param.world_size, *param.shard_shape)
-    whole = by_rank.movedim(0, param.dim).reshape(param.padded_shape)
-    return whole.narrow(param.dim, 0, param.shape[param.dim]) if param.is_padded else whole
+    return _without_padding(by_rank.movedim(0, param.dim).reshape(param.padded_shape), param)
+
+
+def _with_padding(grad: Tensor, param: Param) -> Tensor:
+    assert param.dim is not None
+    missing = param.padded_shape[param.dim] - param.shape[param.dim]
+    return torch.nn.functional.pad(grad, [0, 0] * (len(param.shape) - 1 - param.dim) + [0, missing]) if missing else grad
 
 
 def _cut(grad: Tensor, param: Param) -> Tensor:
-    """Turn a whole gradient into one contiguous row per rank, padded with zeros."""
+    """Turn a padded gradient into one row per rank."""
     assert param.dim is not None
-    missing = param.padded_shape[param.dim] - param.shape[param.dim]
-    if missing:
-        padding = [0, 0] * (len(param.shape) - 1 - param.dim) + [0, missing]
-        grad = torch.nn.functional.pad(grad, padding)
     by_rank = grad.unflatten(param.dim, (param.world_size, param.chunk)).movedim(param.dim, 0)
     return by_rank.reshape(param.world_size, -1)
 
@@ -185,18 +201,18 @@ def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group,
     for chunk in chunks(params, group):
         cast = [grads[position] if dtype is None else grads[position].to(dtype) for position in chunk]
         if params[chunk[0]].dim is None:
-            flat = [grad.reshape(-1) for grad in cast]
-            packed = flat[0] if len(flat) == 1 else torch.cat(flat)
-            if group.size > 1:
-                packed = torch.ops._c10d_functional.all_reduce(packed, "sum", group.name)
-            buffers.append(packed)
+            packed = _cat([grad.reshape(-1) for grad in cast], 0)
+            buffers.append(torch.ops._c10d_functional.all_reduce(packed, "sum", group.name) if group.size > 1 else packed)
             continue
-        rows = [_cut(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
-        packed = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).reshape(-1)
+        padded = [_with_padding(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
+        if is_alone(chunk, params, group):
+            packed = padded[0].contiguous()
+        else:
+            packed = _cat([_cut(grad, params[position]) for grad, position in zip(padded, chunk, strict=True)], 1).contiguous()
         if group.transport.reduce == "reduce_scatter":
             buffers.append(torch.ops._c10d_functional.reduce_scatter_tensor(packed, "sum", group.size, group.name))
         else:
-            split = [packed.numel() // group.size] * group.size
+            split = [packed.shape[0] // group.size] * group.size
             buffers.append(torch.ops._c10d_functional.all_to_all_single(packed, split, split, group.name))
     return buffers
 
@@ -205,17 +221,16 @@ def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
     """Wait for ``reduce_start`` and return this rank's padded gradient shards, averaged over the ranks."""
     shards: dict[int, Tensor] = {}
     for buffer, chunk in zip(buffers, chunks(params, group), strict=True):
-        replicated = params[chunk[0]].dim is None
         total = torch.ops._c10d_functional.wait_tensor(buffer) if group.size > 1 else buffer
-        if not replicated and group.transport.reduce != "reduce_scatter":
+        if params[chunk[0]].dim is not None and group.transport.reduce != "reduce_scatter":
             # narrow types add in fp32: one rounding, whatever the number of ranks
             wide = torch.float32 if total.dtype in (torch.bfloat16, torch.float16) else total.dtype
-            total = total.view(group.size, -1).sum(0, dtype=wide)
+            total = total.unflatten(0, (group.size, -1)).sum(0, dtype=wide)
+        mean = (total.to(params[chunk[0]].dtype) / group.size) if group.size > 1 else total.to(params[chunk[0]].dtype)
         sizes = [params[position].shard_numel for position in chunk]
-        mean = (total.to(params[chunk[0]].dtype) / group.size) if group.size > 1 else total
-        for position, part in zip(chunk, mean.split(sizes), strict=True):
-            param = params[position]
-            shards[position] = part.view(param.shard_shape).to(param.dtype)
+        parts = [mean] if len(chunk) == 1 else mean.view(-1).split(sizes)
+        for position, part in zip(chunk, parts, strict=True):
+            shards[position] = part.view(params[position].shard_shape)
     return [shards[position] for position in range(len(params))]
 
 
@@ -232,25 +247,22 @@ class Refresh:
         """Finish: after this the whole copies hold the parameters of all ranks."""
         for buffer, chunk in zip(self.buffers, chunks(self.params, self.group), strict=True):
             torch.ops._c10d_functional.wait_tensor(buffer)
-            if not _is_alone(chunk, self.params, self.group):
+            if not is_alone(chunk, self.params, self.group):
                 parts = tuple(self.params[position] for position in chunk)
                 for position, whole in zip(chunk, gather_wait([buffer], parts, self.group), strict=True):
                     self.wholes[position].copy_(whole)
         torch.autograd.graph.increment_version(list(self.wholes))
 
 
-def _is_alone(chunk: Sequence[int], params: Sequence[Param], group: Group) -> bool:
-    return len(chunk) == 1 and params[chunk[0]].dim == 0 and params[chunk[0]].whole_bytes >= group.transport.alone_bytes
-
-
 def refresh_start(wholes: Sequence[Tensor], shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> Refresh:
     """Launch the gather of padded shards into padded whole copies; large ones arrive in place, without a copy."""
     buffers = []
     for chunk in chunks(params, group):
-        if _is_alone(chunk, params, group):
-            flat = shards[chunk[0]].reshape(-1).to(params[chunk[0]].compute_dtype)
-            out = _padded_view(wholes[chunk[0]], params[chunk[0]])
-            buffers.append(torch.ops._c10d_functional.all_gather_into_tensor_out(flat, group.size, group.name, out=out))
+        if is_alone(chunk, params, group):
+            param = params[chunk[0]]
+            cast, whole = shards[chunk[0]].to(param.compute_dtype), wholes[chunk[0]]
+            padded = whole.as_strided(param.padded_shape, whole.stride())
+            buffers.append(torch.ops._c10d_functional.all_gather_into_tensor_out(cast, group.size, group.name, out=padded))
         else:
             parts = [params[position] for position in chunk]
             buffers.extend(gather_start([shards[position] for position in chunk], parts, group))
@@ -261,10 +273,6 @@ def new_whole(param: Param, device: torch.device) -> Tensor:
     """Allocate a persistent whole copy, with room behind it for the padding of the last shards."""
     padded = torch.empty(param.padded_shape, dtype=param.compute_dtype, device=device)
     return padded if param.dim is None else padded.narrow(param.dim, 0, param.shape[param.dim])
-
-
-def _padded_view(whole: Tensor, param: Param) -> Tensor:
-    return whole.as_strided((math.prod(param.padded_shape),), (1,))
 
 
 def import_functional() -> None:

@@ -1,0 +1,75 @@
+"""The command line: ``python -m zerofx demo``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zerofx.config import BACKENDS
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that complains in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return the exit status."""
+    options = _parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="zerofx", description="ZeRO stages 0 to 3 as a compiler pass.", allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a small GPT and compare it with one process and with ZeRO's formulas",
+        description="Train a byte-level GPT on the text of Python's standard library. Starts its own ranks; under torchrun it joins those.",
+        allow_abbrev=False,
+    )
+    demo.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (3)")
+    demo.add_argument("--nproc", type=_number(1), metavar="N", help="ranks to start (2; under torchrun as many as it started)")
+    demo.add_argument("--steps", type=_number(2), metavar="N", default=60, help="optimizer steps, at least 2: the first one compiles (60)")
+    demo.add_argument("--backend", choices=BACKENDS, default="inductor", help="what compiles the graphs (inductor)")
+    demo.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
+    demo.set_defaults(run=_demo)
+
+
+def _number(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
+    return path
+
+
+def _demo(options: argparse.Namespace) -> int:
+    # Imported here: a wrong argument should not wait for Dynamo and DTensor.
+    from zerofx.demo import Options
+    from zerofx.demo.ranks import run
+
+    return run(Options(stage=options.stage, nproc=options.nproc, steps=options.steps, backend=options.backend, json_path=options.json))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

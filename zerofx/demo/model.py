@@ -1,0 +1,99 @@
+"""The demo's model, a byte-level GPT, and its data, the text of the standard library. Both are the same in every process."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zerofx.errors import ZerofxError
+
+VOCABULARY = 256
+CONTEXT_BYTES = 128
+ROWS_PER_RANK = 4
+WIDTH = 144
+HEADS = 6
+BLOCKS = 6
+SEED = 20
+
+
+class Block(nn.Module):
+    """One transformer block: attention, then a two-layer network, each after a norm and beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.attention_out = nn.Linear(WIDTH, WIDTH)
+        self.network_norm = nn.LayerNorm(WIDTH)
+        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (rows, positions, WIDTH) to the same shape."""
+        rows, positions, _ = x.shape
+        heads = self.qkv(self.attention_norm(x)).view(rows, positions, 3, HEADS, WIDTH // HEADS)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(rows, positions, WIDTH))
+        x = x + self.narrow(F.gelu(self.widen(self.network_norm(x))))
+        return x
+
+
+class ByteGPT(nn.Module):
+    """A GPT over bytes with its embedding tied to its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Embedding(CONTEXT_BYTES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.token.weight
+        self.apply(_initialise)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats a byte, of ``targets`` after ``inputs``: both (rows, positions)."""
+        x = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def new_model(device: torch.device) -> ByteGPT:
+    """Build the model, with the same weights every time."""
+    torch.manual_seed(SEED)
+    return ByteGPT().to(device)
+
+
+def standard_library_text() -> Tensor:
+    """Read the top-level modules of the installed standard library, in order of their names, as one tensor of bytes."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if len(text) <= CONTEXT_BYTES:
+        raise ZerofxError(f"{folder} holds no Python source to train on", remedy="use a Python with its standard library on disk")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def batch(text: Tensor, step: int, ranks: Iterable[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, both (rows, CONTEXT_BYTES), of one step: those of ``ranks`` one after the other."""
+    windows = []
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(SEED + 2**20 * step + rank)
+        starts = torch.randint(len(text) - CONTEXT_BYTES, (ROWS_PER_RANK, 1), generator=generator)
+        windows.append(text[starts + torch.arange(CONTEXT_BYTES + 1)])
+    rows = torch.cat(windows).long().to(device)
+    return rows[:, :-1], rows[:, 1:]
