@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerofx import _torch, collectives, runtime
-from zerofx.backend import Backend
+from zerofx.backend import compile_forward
 from zerofx.collectives import Group
 from zerofx.config import Config, parse_bytes
 from zerofx.errors import CompilerError, ConfigError, RankMismatchError, ShardingError, ZerofxError
@@ -22,7 +22,6 @@ from zerofx.render import Schedule
 from zerofx.runtime import Runtime
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_MAX_RECOMPILES = 64
 
 
 def compile(
@@ -240,25 +239,19 @@ def _install(
     """Replace parameters by their shards and modules by their sharded classes."""
     index_of = {tensor: index for index, tensor in enumerate(names)}
     tensors = [_shard(tensor, param, mesh, group) for tensor, param in zip(names, params, strict=True)]
-    state = Runtime(settings, mesh, group, params, tensors)
-    owners = []
-    for module in list(model.modules()):
-        own = {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None}
-        for name, index in own.items():
-            module._parameters[name] = tensors[index]
-            owners.append((module, name, index))
-        if own or module is model:
-            bind(module, Binding(state, own), is_root=module is model)
-    state.owners = tuple(owners)
-    start(model, state)
-
-
-def start(model: nn.Module, state: Runtime) -> None:
-    """Give a runtime the compiled forward of its model."""
-    base = type(model)._zerofx_key[0]  # type: ignore[attr-defined]
-    state.run_forward = torch.compile(
-        base.forward, backend=Backend(state), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
+    owners = tuple(
+        (module, name, index_of[tensor])
+        for module in model.modules()
+        for name, tensor in module._parameters.items()
+        if tensor is not None
     )
+    state = Runtime(settings, mesh, group, params, tensors, owners, compile_forward)
+    own: dict[nn.Module, dict[str, int]] = {model: {}}
+    for module, name, index in owners:
+        module._parameters[name] = tensors[index]
+        own.setdefault(module, {})[name] = index
+    for module, indices in own.items():
+        bind(module, Binding(state, indices), is_root=module is model)
 
 
 def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -> nn.Parameter:

@@ -20,6 +20,10 @@ from zerofx.runtime import Runtime
 from zerofx.tape import Tape
 
 
+# A model whose blocks break the graph compiles each block once; beyond this, Dynamo runs the rest uncompiled.
+_MAX_RECOMPILES = 256
+
+
 @dataclass(slots=True)
 class Compilation:
     """One traced graph of a model: its scheduled programs, what the passes did, and how long each part took."""
@@ -63,6 +67,11 @@ class Backend:
         """Wrap a traced graph with the facts of the model."""
         runtime = self.runtime
         return Program(module, phase, Level.TRACED, runtime.params, runtime.group, runtime.config, runtime.refresh_buckets)
+
+
+def compile_forward(runtime: Runtime, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a model's class, compiled for one model."""
+    return torch.compile(forward, backend=Backend(runtime), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True)
 
 
 class _Tracing:

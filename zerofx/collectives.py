@@ -76,10 +76,15 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> tuple[DeviceMesh,
             why="a parameter is cut along a single group of ranks",
             remedy='pass a 1-D DeviceMesh, or one dimension of yours: mesh["dp"]',
         )
+    return mesh, group_of(mesh)
+
+
+def group_of(mesh: DeviceMesh) -> Group:
+    """Return the group of a 1-D mesh."""
     if mesh.size() == 1 and not dist.is_initialized():
-        return mesh, Group("", 1, 0, "")
+        return Group("", 1, 0, "")
     process_group = mesh.get_group()
-    return mesh, Group(process_group.group_name, mesh.size(), mesh.get_local_rank(), dist.get_backend(process_group))
+    return Group(process_group.group_name, mesh.size(), mesh.get_local_rank(), dist.get_backend(process_group))
 
 
 def _environment_world_size() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from zerofx.params import Param, block_of
 from zerofx.program import Sync
 
 Owners = tuple[tuple[nn.Module, str, int], ...]
+MakeForward = Callable[["Runtime", Callable[..., Any]], Callable[..., Any]]
 
 
 class Arrivals:
@@ -47,15 +49,23 @@ class Runtime:
     Inside a forward, ``read`` gives whole parameters; outside, modules show their DTensor shards.
     """
 
-    def __init__(self, config: Config, mesh: DeviceMesh, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter]) -> None:
-        self.config, self.mesh, self.group, self.params, self.tensors = config, mesh, group, params, tensors
+    def __init__(
+        self,
+        config: Config,
+        mesh: DeviceMesh,
+        group: Group,
+        params: tuple[Param, ...],
+        tensors: list[nn.Parameter],
+        owners: Owners,
+        make_forward: MakeForward,
+    ) -> None:
+        self.config, self.mesh, self.group, self.params = config, mesh, group, params
+        self.tensors, self.owners, self._make_forward = tensors, owners, make_forward
         self.inside = False
         self.synchronize = True
-        self.run_forward: Callable[..., Any] | None = None
         self.compilations: list[Any] = []  # every graph compiled so far
         self.executed: list[Any] = []  # those that the current forward runs, in order
         self.last_step: list[Any] = []  # those of the last forward, the last trained one where there is one
-        self.owners: Owners = ()
         self.arrivals = Arrivals()
         self.geometry = [
             (param.index, list(param.shape), -1 if param.dim is None else param.dim, param.compute_dtype, group.size, group.name)
@@ -64,25 +74,42 @@ class Runtime:
         self.shards: list[Tensor] = []
         self.wholes: list[Tensor | None] = self._new_wholes()
         self.refresh_buckets = self._refresh_buckets()
+        self._run_forward: Callable[..., Any] | None = None
         self._versions = [-1] * len(params)
         self._kept: dict[int, Tensor] = {}
         self._specs = [_spec(tensor) for tensor in tensors]
         self._padded = [_padded(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """A copy compiles anew: graphs, communication in flight and gathered gradients stay behind."""
+        return self.config, self.mesh, self.params, self.tensors, self.owners, self._make_forward
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        config, mesh, params, tensors, owners, make_forward = state
+        self.__init__(config, mesh, collectives.group_of(mesh), params, tensors, owners, make_forward)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        copied = object.__new__(Runtime)
+        memo.update({id(self): copied, id(self.mesh): self.mesh, id(self.config): self.config})
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
     # ---------------------------------------------------------------- forward
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled forward of the root module. Called inside another forward of the same model, run it plainly."""
-        assert self.run_forward is not None
+        plain = type(module)._zerofx_key[0].forward  # type: ignore[attr-defined]
         if self.inside:
-            return type(module)._zerofx_key[0].forward(module, *args, **kwargs)  # type: ignore[attr-defined]
+            return plain(module, *args, **kwargs)
+        if self._run_forward is None:
+            self._run_forward = self._make_forward(self, plain)
         self._check_parameters()
         self.shards = self._enter()
         self._refresh_stale()
         self.executed = []
         self.inside = True
         try:
-            return self.run_forward(module, *args, **kwargs)
+            return self._run_forward(module, *args, **kwargs)
         except _torch.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZerofxError):
                 raise error.inner_exception from None
