@@ -110,17 +110,18 @@ class _Line:
         return True
 
     def place_gathers(self) -> list[Move]:
-        """Launch each gather at the earliest earlier wait (or reduction) that the distance and the limit allow."""
+        """Launch each gather at the beginning, or at the earliest wait or reduction that the distance and the limit allow."""
         starts = [node for node, _ in self.program.marked("gather_start")]
         waits = [node for node, _ in self.program.marked("gather_wait")]
-        anchors = [node for node, _ in self.program.marked("gather_wait", "reduce_start")]
+        first = next(node for node in self.program.graph.nodes if node.op != "placeholder")
+        anchors = [(first, 0), *((node, self.place[node]) for node, _ in self.program.marked("gather_wait", "reduce_start"))]
         ahead, moves, floor = self.program.config.prefetch_buckets, [], 0
         for number, start in enumerate(starts):
             size = memory.bucket_bytes(self.program, start.meta["zerofx"])
             earliest = self.place[waits[number - ahead]] if number >= ahead else 0
-            for anchor in anchors:
-                place = self.place[anchor]
-                if max(floor, earliest) <= place < self.place[start] and self._stretch(place, self.place[start], size):
+            for anchor, place in anchors:
+                early_enough = place < self.place[start] or anchor is first
+                if max(floor, earliest) <= place and early_enough and self._stretch(place, self.place[start], size):
                     moves.append(Move(start.name, anchor.name))
                     floor = place
                     break

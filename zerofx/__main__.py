@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,8 +59,8 @@ def _number(least: int) -> Callable[[str], int]:
 
 def _new_file(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file that can be written")
     return path
 
 

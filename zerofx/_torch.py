@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -86,6 +87,14 @@ def inductor_compile(gm: torch.fx.GraphModule, *, is_backward: bool, patches: di
     fake_mode = detect_fake_mode(inputs)
     with inductor_config.patch(patches), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
         return compile_fx_inner(gm, inputs, is_backward=is_backward)
+
+
+def pin_order(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
+    """Make each node depend on the one before, for Inductor's scheduler, which otherwise moves collectives along with fused packing."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet([before]) for before, node in itertools.pairwise(nodes)})
 
 
 def check_cxx_compiler() -> str | None:

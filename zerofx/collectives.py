@@ -127,20 +127,16 @@ def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:
     alone: list[list[int]] = []
     packed: dict[tuple[bool, torch.dtype, torch.dtype], list[int]] = {}
     for position, param in enumerate(params):
-        if _is_large(param, group):
+        if param.dim == 0 and param.whole_bytes >= group.transport.alone_bytes:
             alone.append([position])
         else:
             packed.setdefault((param.dim is None, param.compute_dtype, param.dtype), []).append(position)
     return [*alone, *packed.values()]
 
 
-def is_alone(chunk: Sequence[int], params: Sequence[Param], group: Group) -> bool:
-    """Whether a collective of ``chunks`` carries one large parameter as it lies in memory."""
-    return len(chunk) == 1 and _is_large(params[chunk[0]], group)
-
-
-def _is_large(param: Param, group: Group) -> bool:
-    return param.dim == 0 and param.whole_bytes >= group.transport.alone_bytes
+def is_alone(chunk: Sequence[int], params: Sequence[Param]) -> bool:
+    """Whether a collective of ``chunks`` carries one parameter as it lies in memory: nothing to pack or unpack."""
+    return len(chunk) == 1 and params[chunk[0]].dim == 0
 
 
 def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
@@ -148,7 +144,7 @@ def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group
     buffers = []
     for chunk in chunks(params, group):
         cast = [shards[position].to(params[position].compute_dtype) for position in chunk]
-        packed = cast[0] if is_alone(chunk, params, group) else _cat([shard.reshape(-1) for shard in cast], 0)
+        packed = cast[0] if is_alone(chunk, params) else _cat([shard.reshape(-1) for shard in cast], 0)
         if params[chunk[0]].dim is not None:
             packed = torch.ops._c10d_functional.all_gather_into_tensor(packed, group.size, group.name)
         buffers.append(packed)
@@ -161,7 +157,7 @@ def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
     for buffer, chunk in zip(buffers, chunks(params, group), strict=True):
         first = params[chunk[0]]
         arrived = buffer if first.dim is None else torch.ops._c10d_functional.wait_tensor(buffer)
-        if is_alone(chunk, params, group):
+        if is_alone(chunk, params):
             wholes[chunk[0]] = _without_padding(arrived, first)
             continue
         sizes = [params[position].shard_numel for position in chunk]
@@ -210,7 +206,7 @@ def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group,
             buffers.append(torch.ops._c10d_functional.all_reduce(packed, "sum", group.name) if group.size > 1 else packed)
             continue
         padded = [_with_padding(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
-        if is_alone(chunk, params, group):
+        if is_alone(chunk, params):
             packed = padded[0].contiguous()
         else:
             packed = _cat([_cut(grad, params[position]) for grad, position in zip(padded, chunk, strict=True)], 1).contiguous()
@@ -252,7 +248,7 @@ class Refresh:
         """Finish: after this the whole copies hold the parameters of all ranks."""
         for buffer, chunk in zip(self.buffers, chunks(self.params, self.group), strict=True):
             torch.ops._c10d_functional.wait_tensor(buffer)
-            if not is_alone(chunk, self.params, self.group):
+            if not is_alone(chunk, self.params):
                 parts = tuple(self.params[position] for position in chunk)
                 for position, whole in zip(chunk, gather_wait([buffer], parts, self.group), strict=True):
                     self.wholes[position].copy_(whole)
@@ -263,7 +259,7 @@ def refresh_start(wholes: Sequence[Tensor], shards: Sequence[Tensor], params: Se
     """Launch the gather of padded shards into padded whole copies; large ones arrive in place, without a copy."""
     buffers = []
     for chunk in chunks(params, group):
-        if is_alone(chunk, params, group):
+        if is_alone(chunk, params):
             param = params[chunk[0]]
             cast, whole = shards[chunk[0]].to(param.compute_dtype), wholes[chunk[0]]
             padded = whole.as_strided(param.padded_shape, whole.stride())

@@ -27,7 +27,7 @@ class Live:
 
 def packed_bytes(params: Sequence[Param], group: Group) -> int:
     """Bytes that a bucket's gather copies out of shared buffers; both copies live while it does."""
-    shared = [chunk for chunk in chunks(params, group) if not is_alone(chunk, params, group)]
+    shared = [chunk for chunk in chunks(params, group) if not is_alone(chunk, params)]
     return sum(params[position].whole_bytes for chunk in shared for position in chunk)
 
 

@@ -59,6 +59,7 @@ class Compiler:
         module, inputs, outputs = extract(program, nodes)
         self.region_count += 1
         key = canonical(module)
+        _torch.pin_order(module.graph, [node for node in module.graph.nodes if is_boundary(node)])
         compiled = self._compiled.get(key) if key else None
         if compiled is None:
             compiled = _torch.inductor_compile(module, is_backward=program.phase is Phase.BACKWARD, patches=PATCHES)

@@ -146,7 +146,7 @@ def _mib(size: int) -> str:
 
 
 def _events(program: Program, kept_bytes: int) -> Iterator[Event]:
-    """Walk a scheduled program: marked nodes are events; the compute between two of them is one event."""
+    """Walk a scheduled program: launches and waits are events; so is the compute between two of them, and what it releases."""
     phase = program.phase.value
     alive = {state.node: state.whole_bytes + kept_bytes for state in memory.live(program)}
     whole = kept_bytes + sum(
@@ -155,26 +155,27 @@ def _events(program: Program, kept_bytes: int) -> Iterator[Event]:
     in_flight: list[str] = []
     compute: dict[str, None] = {}
     released: list[Node] = []
+
+    def flush() -> Iterator[Event]:
+        if compute:
+            yield Event(phase, "compute", "", _names(compute), 0, tuple(in_flight), whole)
+        if released:
+            members = tuple(index for node in released for index in node.meta["zerofx"].params)
+            label = _label(program, Mark("release", members))
+            yield Event(phase, "release", "", label, 0, tuple(in_flight), alive[released[-1]], released[0].name)
+
     for node in program.graph.nodes:
         mark = node.meta.get("zerofx")
         if mark is None or mark.kind not in _KINDS:
             if node.op == "call_function" and not _is_item(node) and not is_view(node):
-                if released:
-                    whole = alive[released[-1]]
-                    yield _release(program, phase, released, tuple(in_flight), whole)
-                    released = []
                 compute[block_of(f"{module_of(node)}.x") or "(model)"] = None
             continue
-        if compute:
-            yield Event(phase, "compute", "", _names(compute), 0, tuple(in_flight), whole)
-            compute = {}
         if mark.kind == "release":
             released.append(node)
             continue
-        if released:
-            whole = alive[released[-1]]
-            yield _release(program, phase, released, tuple(in_flight), whole)
-            released = []
+        yield from flush()
+        whole = alive[released[-1]] if released else whole
+        compute, released = {}, []
         what = f"{mark.kind.partition('_')[0]} {mark.bucket}"
         starts = mark.kind.endswith("_start")
         if starts:
@@ -184,10 +185,7 @@ def _events(program: Program, kept_bytes: int) -> Iterator[Event]:
         whole = alive.get(node, whole)
         moved = sum(program.params[index].whole_bytes for index in mark.params) if starts else 0
         yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name)
-    if compute:
-        yield Event(phase, "compute", "", _names(compute), 0, tuple(in_flight), whole)
-    if released:
-        yield _release(program, phase, released, tuple(in_flight), alive[released[-1]])
+    yield from flush()
 
 
 def is_view(node: Node) -> bool:
@@ -201,11 +199,6 @@ _KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait
 def _is_item(node: Node) -> bool:
     source = node.args[0] if node.args else None
     return isinstance(source, Node) and getattr(source.meta.get("zerofx"), "kind", "") in ("gather_wait", "reduce_wait")
-
-
-def _release(program: Program, phase: str, nodes: list[Node], in_flight: tuple[str, ...], whole: int) -> Event:
-    members = tuple(index for node in nodes for index in node.meta["zerofx"].params)
-    return Event(phase, "release", "", _label(program, Mark("release", members)), 0, in_flight, whole, nodes[0].name)
 
 
 def _label(program: Program, mark: Mark) -> str:

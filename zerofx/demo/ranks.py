@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from multiprocessing.queues import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -56,23 +57,27 @@ def _fail(message: str) -> int:
 
 
 def _join_launched(options: Options) -> int:
-    index, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if options.nproc not in (None, world_size):
-        return _fail(f"--nproc {options.nproc}, but the launcher started {world_size} ranks: leave --nproc out")
-    local, local_size = int(os.environ.get("LOCAL_RANK", index)), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    rank = Rank(index, world_size, _device(local, local_size))
-    if world_size > 1:
-        dist.init_process_group(_communication(rank), timeout=COLLECTIVE_TIMEOUT)
+    try:
+        index, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if options.nproc not in (None, world_size):
+            return _fail(f"--nproc {options.nproc}, but the launcher started {world_size} ranks: leave --nproc out")
+        local, local_size = int(os.environ.get("LOCAL_RANK", index)), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        rank = Rank(index, world_size, _device(local, local_size))
+        if world_size > 1:
+            dist.init_process_group(_communication(rank), timeout=COLLECTIVE_TIMEOUT)
+    except ValueError as error:
+        return _fail(f"RANK and WORLD_SIZE are set as if by torchrun, but the rest does not fit ({error}): use torchrun, or unset both")
     return _train(options, rank)
 
 
 def _start(options: Options, nproc: int) -> int:
     """Start ``nproc`` ranks on this machine and wait for them; if one dies, end the others."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    complaints = mp.get_context("spawn").SimpleQueue()
     # Until a rank has said how it takes Ctrl-C (by dying, without a word) it must not take it at all.
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        context = mp.spawn(_started, (options, nproc, store.port), nprocs=nproc, join=False)
+        context = mp.spawn(_started, (options, nproc, store.port, complaints), nprocs=nproc, join=False)
     finally:
         signal.signal(signal.SIGINT, previous)
     assert context is not None
@@ -87,6 +92,8 @@ def _start(options: Options, nproc: int) -> int:
             return EXIT_INTERRUPTED
         if error.exit_code == EXIT_DIFFERS:
             return EXIT_DIFFERS
+        if not complaints.empty():
+            return _fail(complaints.get())
         how = f"was killed by {error.signal_name}" if error.signal_name else f"exited with status {error.exit_code}"
         return _fail(f"rank {error.error_index} {how}, so all ranks were ended")
     finally:
@@ -94,13 +101,17 @@ def _start(options: Options, nproc: int) -> int:
             process.kill()
 
 
-def _started(index: int, options: Options, nproc: int, port: int) -> None:
+def _started(index: int, options: Options, nproc: int, port: int, complaints: SimpleQueue[str]) -> None:
     """Be one of the ranks that ``_start`` started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank = Rank(index, nproc, _device(index, nproc))
     store = dist.TCPStore("127.0.0.1", port, nproc, is_master=False)
     dist.init_process_group(_communication(rank), store=store, rank=index, world_size=nproc, timeout=COLLECTIVE_TIMEOUT)
-    status = _train(options, rank)
+    try:
+        status = _train(options, rank)
+    except zerofx.ZerofxError as error:
+        complaints.put(str(error))
+        status = EXIT_FAILED
     if status:
         sys.exit(status)
 

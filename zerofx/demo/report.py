@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -135,11 +136,24 @@ class Report:
             disable_numparse=True,
             colalign=("left", "left", "right", "right", "right"),
         )
+        notes = "\n".join(self._notes())
         times = (
             f"median step {1000 * self.sharded.median_seconds:.0f} ms (one process, eager, on all batches: "
             f"{1000 * self.single.median_seconds:.0f} ms); compile {self.compile_seconds:.1f} s"
         )
-        return "\n\n".join([str(self.schedule), states, traffic, times, str(self.comparison)])
+        return "\n\n".join(part for part in (str(self.schedule), states, notes, traffic, times, str(self.comparison)) if part)
+
+    def _notes(self) -> Iterator[str]:
+        """Explain where zerofx means to differ from the formulas."""
+        stage = self.schedule.stage
+        if self.schedule.world_size == 1:
+            return
+        if stage == 1:
+            yield "gradients: averaged as the backward makes them; whole ones stay only under no_sync, and then the formula holds"
+        if stage in (1, 2):
+            yield "peak: small parameters arrive packed together, and are there twice until they are unpacked"
+        if stage == 3:
+            yield "peak: what is gathered ahead of its use is whole too; memory_limit bounds it"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""

@@ -1,0 +1,37 @@
+from tests.programs import compilation, stack
+from zerofx.params import block_of
+from zerofx.program import Program
+
+
+def _buckets(program: Program | None, kind: str) -> list[tuple[int, ...]]:
+    assert program is not None
+    return [mark.params for _, mark in program.marked(kind)]
+
+
+def test_buckets_end_where_blocks_end() -> None:
+    found = compilation(stack(6, stage=3))
+    assert found.forward is not None
+    middle = _buckets(found.forward, "gather_start")[1:-1]
+    for members in middle:
+        assert len({block_of(found.forward.params[index].name) for index in members}) == 1
+
+
+def test_small_blocks_merge() -> None:
+    one = _buckets(compilation(stack(6, stage=3)).forward, "gather_start")
+    merged = _buckets(compilation(stack(6, stage=3, bucket_min_bytes=2**19)).forward, "gather_start")
+    assert len(merged) < len(one)
+
+
+def test_large_blocks_split() -> None:
+    found = compilation(stack(6, stage=3, bucket_max_bytes=2**16))
+    assert found.forward is not None
+    for members in _buckets(found.forward, "gather_start"):
+        size = sum(found.forward.params[index].whole_bytes for index in members)
+        assert size <= 2**16 or len(members) == 1
+
+
+def test_first_gather_and_last_reduction_taper() -> None:
+    found = compilation(stack(3, stage=3, bucket_max_bytes=2**22, bucket_min_bytes=2**17))
+    assert found.forward is not None
+    sizes = [sum(found.forward.params[i].whole_bytes for i in members) for members in _buckets(found.backward, "reduce_start")]
+    assert sizes[-1] <= max(sizes)

@@ -1,0 +1,76 @@
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from tests.programs import TiedStack, compilation, compiled, fake_ranks, stack
+from zerofx import memory
+from zerofx.program import Program
+
+
+def _limits(model: nn.Module) -> int:
+    with pytest.raises(zerofx.MemoryLimitError) as caught:
+        compiled(model, torch.arange(32).view(4, 8), stage=3, memory_limit_bytes=1)
+    return caught.value.smallest_bytes
+
+
+def _programs(limit: int | None) -> list[Program]:
+    found = compilation(stack(6, stage=3, memory_limit_bytes=limit))
+    assert found.forward is not None
+    assert found.backward is not None
+    return [found.forward, found.backward]
+
+
+def test_gathers_run_ahead_of_use() -> None:
+    for program in _programs(None):
+        order = [(mark.kind, mark.bucket) for _, mark in program.marked("gather_start", "gather_wait")]
+        buckets = max(bucket for _, bucket in order)
+        for bucket in range(1, buckets + 1):
+            assert order.index(("gather_start", bucket)) < order.index(("gather_wait", bucket - 1))
+
+
+def test_reductions_run_on_behind_the_next_launch() -> None:
+    backward = _programs(None)[1]
+    order = [(mark.kind, mark.bucket) for _, mark in backward.marked("reduce_start", "reduce_wait")]
+    buckets = max(bucket for _, bucket in order)
+    for bucket in range(buckets):
+        assert order.index(("reduce_wait", bucket)) > order.index(("reduce_start", bucket + 1))
+
+
+def test_the_smallest_limit_in_the_message_is_the_smallest_that_works() -> None:
+    smallest = _limits(TiedStack(6))
+    for program in _programs(smallest):
+        assert memory.peak_bytes(program) <= smallest
+    with pytest.raises(zerofx.MemoryLimitError, match=f"the smallest that works is {smallest} bytes"):
+        stack(6, stage=3, memory_limit_bytes=smallest - 1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.7, 1.5])
+def test_no_event_exceeds_the_limit(share: float) -> None:
+    smallest = _limits(TiedStack(6))
+    limit = int(smallest * (1 + share))
+    peaks = [memory.peak_bytes(program) for program in _programs(limit)]
+    assert max(peaks) <= limit
+
+
+def test_more_memory_never_launches_later() -> None:
+    smallest = _limits(TiedStack(6))
+    ahead = []
+    for limit in (smallest, 2 * smallest, None):
+        order = [mark.kind for _, mark in _programs(limit)[0].marked("gather_start", "gather_wait")]
+        inflight, most = 0, 0
+        for kind in order:
+            inflight += 1 if kind == "gather_start" else -1
+            most = max(most, inflight)
+        ahead.append(most)
+    assert ahead[0] <= ahead[1] <= ahead[2]
+    assert ahead[2] > ahead[0]
+
+
+def test_the_error_names_the_event_and_the_remedy() -> None:
+    with fake_ranks(2):
+        model = zerofx.compile(TiedStack(1), stage=3, backend="aot_eager", memory_limit="1KiB")
+        with pytest.raises(zerofx.MemoryLimitError) as caught:
+            model(torch.arange(16).view(2, 8))
+    text = str(caught.value)
+    assert all(part in text for part in ("memory_limit=1024", "where:", "why:", "remedy: pass memory_limit="))
