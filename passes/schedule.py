@@ -113,7 +113,7 @@ class _Line:
         """Launch each gather at the beginning, or at the earliest wait or reduction that the distance and the limit allow."""
         starts = [node for node, _ in self.program.marked("gather_start")]
         waits = [node for node, _ in self.program.marked("gather_wait")]
-        first = next(node for node in self.program.graph.nodes if node.op != "placeholder")
+        first = next(node for node in self.program.graph.nodes if node.op != "placeholder" and node not in starts)
         anchors = [(first, 0), *((node, self.place[node]) for node, _ in self.program.marked("gather_wait", "reduce_start"))]
         ahead, moves, floor = self.program.config.prefetch_buckets, [], 0
         for number, start in enumerate(starts):
