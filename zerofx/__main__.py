@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerofx.config import BACKENDS
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -21,8 +22,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; return the exit status."""
-    options = _parser().parse_args(arguments)
-    status: int = options.run(options)
+    try:
+        options = _parser().parse_args(arguments)
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return status
 
 
@@ -34,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Any) -> None:
+    from zerofx.config import BACKENDS
+
     demo = commands.add_parser(
         "demo",
         help="train a small GPT and compare it with one process and with ZeRO's formulas",

@@ -18,6 +18,7 @@ from zerofx.config import Config, parse_bytes
 from zerofx.errors import CompilerError, ConfigError, RankMismatchError, ShardingError, ZerofxError
 from zerofx.module import Binding, bind, binding_of, bindings
 from zerofx.params import Param, choose_dim
+from zerofx.passes import STAGES
 from zerofx.render import Schedule
 from zerofx.runtime import Runtime
 
@@ -50,6 +51,7 @@ def compile(
         settings = config or Config(
             stage=stage, backend=backend, memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"), passes=tuple(passes)
         )
+        STAGES[settings.stage].including(settings.passes)
         device = _check_model(model)
         _check_compiler(settings, device)
     except ZerofxError as error:

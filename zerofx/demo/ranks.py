@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -23,7 +24,6 @@ from zerofx.demo.train import Rank, train_sharded, train_single
 DEFAULT_NPROC = 2
 EXIT_FAILED = 1
 EXIT_DIFFERS = 3
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 # One rank may wait this long for another that is still compiling.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
@@ -47,8 +47,6 @@ def run(options: Options) -> int:
         return _train(options, Rank(0, 1, _device(0, 1))) if nproc == 1 else _start(options, nproc)
     except zerofx.ZerofxError as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
 
 
 def _fail(message: str) -> int:
@@ -72,6 +70,9 @@ def _join_launched(options: Options) -> int:
 
 def _start(options: Options, nproc: int) -> int:
     """Start ``nproc`` ranks on this machine and wait for them; if one dies, end the others."""
+    # A rank that is ended cannot tidy up after itself. Python does it instead; neither it nor torch need say so.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     complaints = mp.get_context("spawn").SimpleQueue()
     # Until a rank has said how it takes Ctrl-C (by dying, without a word) it must not take it at all.
@@ -89,7 +90,7 @@ def _start(options: Options, nproc: int) -> int:
         return _fail(f"rank {error.error_index} failed, so all ranks were ended\n{error.msg.strip()}")
     except mp.ProcessExitedException as error:
         if error.signal_name == "SIGINT":
-            return EXIT_INTERRUPTED
+            raise KeyboardInterrupt from None
         if error.exit_code == EXIT_DIFFERS:
             return EXIT_DIFFERS
         if not complaints.empty():

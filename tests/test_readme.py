@@ -1,0 +1,62 @@
+"""The README's code runs, and what it prints is what the library prints."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from tests.programs import TiedStack, compilation, fake_ranks
+from zerofx.program import Level
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def _block(containing: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    (found,) = [block for block in blocks if containing in block]
+    return found
+
+
+@pytest.fixture
+def custom_pass() -> Any:
+    code = _block("class NoPrefetch")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    names: dict[str, Any] = {"__name__": "readme"}
+    exec(code, names)
+    return names["NoPrefetch"]()
+
+
+def _order(passes: list[Any]) -> list[tuple[str, int]]:
+    torch.manual_seed(0)
+    with fake_ranks(2):
+        model = zerofx.compile(TiedStack(4), stage=3, backend="aot_eager", passes=passes)
+        model(torch.arange(16).view(2, 8)).backward()
+    forward = compilation(model).forward
+    assert forward is not None
+    return [(mark.kind, mark.bucket) for _, mark in forward.marked("gather_start", "gather_wait")]
+
+
+def test_the_pass_of_the_readme_takes_prefetch_away(custom_pass: Any) -> None:
+    order = _order([custom_pass])
+    assert order == [(kind, bucket) for bucket in range(len(order) // 2) for kind in ("gather_start", "gather_wait")]
+    assert _order([]) != order
+
+
+def test_a_misplaced_pass_is_refused() -> None:
+    misplaced = type("Misplaced", (), {"takes": Level.SCHEDULED, "gives": Level.UNSHARDED, "plan": None, "apply": None})()
+    model = TiedStack(1)
+    with fake_ranks(2), pytest.raises(zerofx.ConfigError, match="cannot stand here"):
+        zerofx.compile(model, stage=3, backend="aot_eager", passes=[misplaced])
+
+
+def test_the_schedule_of_the_readme_is_printed_by_the_library() -> None:
+    printed = re.search(r"```text\n(ZeRO stage 3.*?)```", README, re.S)
+    assert printed is not None
+    torch.manual_seed(0)
+    with fake_ranks(2):
+        model = zerofx.compile(TiedStack(12, width=256, vocabulary=4096), stage=3, backend="aot_eager")
+        model(torch.arange(16).view(2, 8)).backward()
+        assert str(zerofx.schedule(model)).strip() == printed[1].strip()
