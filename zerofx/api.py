@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +66,7 @@ def compile(
         raise
     names = _names(model) if local is None else {}
     params = tuple(_param(index, tensor, tuple(found), settings, group) for index, (tensor, found) in enumerate(names.items()))
-    _agree(local, settings, params, mesh, group)
+    _agree(local, settings, params, names, [] if local else model.named_buffers(), mesh, group)
     with torch.no_grad():
         collectives.broadcast([*names, *model.buffers()], mesh, group)
     _install(model, settings, mesh, group, params, names)
@@ -135,7 +137,12 @@ def _check_model(model: nn.Module) -> torch.device:
     """Check that a model can be sharded; return its device."""
     where = f"zerofx.compile, {type(model).__name__}"
     if not isinstance(model, nn.Module):
-        raise ShardingError(f"{type(model).__name__} is not a torch.nn.Module", where="zerofx.compile", remedy="pass a module")
+        raise ShardingError(
+            f"{type(model).__name__} is not a torch.nn.Module",
+            where="zerofx.compile",
+            why="zerofx shards the parameters of a module, in place",
+            remedy="pass a module, not a function or the output of torch.compile on one",
+        )
     named = list(model.named_parameters())
     sharded = next((name for name, tensor in named if isinstance(tensor, DTensor)), None)
     if any(True for _ in bindings(model)) or sharded is not None:
@@ -174,7 +181,12 @@ def _check_model(model: nn.Module) -> torch.device:
                 remedy="store it as a real tensor with a last dimension of 2, and use torch.view_as_complex in forward",
             )
         if tensor.layout is not torch.strided or isinstance(tensor, nn.parameter.UninitializedParameter):
-            raise ShardingError(f"{name} is no ordinary dense tensor", where=where, remedy="initialise it, and make it dense")
+            raise ShardingError(
+                f"{name} is no ordinary dense tensor",
+                where=where,
+                why="a lazy, sparse or quantised tensor has no rows to cut",
+                remedy="run a lazy module once, or store a dense tensor, before zerofx.compile",
+            )
     return first.device
 
 
@@ -204,35 +216,46 @@ def _param(index: int, tensor: nn.Parameter, names: tuple[str, ...], settings: C
     return Param(index, names, shape, tensor.dtype, compute, group.size, dim)
 
 
-def _agree(local: ZerofxError | None, settings: Config, params: tuple[Param, ...], mesh: DeviceMesh, group: Group) -> None:
+def _agree(
+    local: ZerofxError | None,
+    settings: Config,
+    params: tuple[Param, ...],
+    tensors: Iterable[nn.Parameter],
+    buffers: Iterable[tuple[str, Tensor]],
+    mesh: DeviceMesh,
+    group: Group,
+) -> None:
     """Let all ranks see whether any has an error, or another model or setting; then raise on all of them."""
-    described = [f"{param.name} {param.shape} {param.dtype}" for param in params]
-    answers = collectives.exchange((local, repr(settings), described), mesh, group)
+    answers = collectives.exchange((local, _described(settings, params, tensors, buffers)), mesh, group)
     if local is not None:
         raise local
-    for rank, (error, other, model) in enumerate(answers):
+    for rank, (error, _) in enumerate(answers):
         if error is not None:
             raise RankMismatchError(
-                f"rank {rank} cannot compile: {error.what}", where=error.where, why=error.why, remedy=error.remedy
+                f"rank {rank} cannot compile: {error.what}", where=error.where, why=error.why or "see the error of that rank", remedy=error.remedy
             ) from error
-        difference = next((pair for pair in zip(described, model, strict=False) if pair[0] != pair[1]), None)
-        if repr(settings) != other or difference is not None or len(described) != len(model):
-            here, there = _difference(answers[0], (error, other, model))
+    for rank, (_, described) in enumerate(answers):
+        if described != answers[0][1]:
+            pairs = itertools.zip_longest(answers[0][1], described, fillvalue="nothing more")
+            here, there = next((here, there) for here, there in pairs if here != there)
             raise RankMismatchError(
-                f"rank 0 and rank {rank} compile different things" if answers[0][1:] != (other, model) else "ranks compile different things",
+                f"rank 0 and rank {rank} compile different things",
                 where="zerofx.compile, before the first collective of the model",
                 why=f"rank 0 has {here}; rank {rank} has {there}",
                 remedy="build the same model with the same settings on every rank",
             )
 
 
-def _difference(first: Any, second: Any) -> tuple[str, str]:
-    if first[1] != second[1]:
-        return first[1], second[1]
-    for here, there in zip(first[2], second[2], strict=False):
-        if here != there:
-            return here, there
-    return f"{len(first[2])} parameters", f"{len(second[2])} parameters"
+def _described(
+    settings: Config, params: tuple[Param, ...], tensors: Iterable[nn.Parameter], buffers: Iterable[tuple[str, Tensor]]
+) -> list[str]:
+    """Describe what must be equal on all ranks, one line each, for a message that names the first difference."""
+    lines = [f"{field}={value!r}" for field, value in asdict(settings).items() if field != "passes"]
+    lines += [f"pass {item!r}" for item in settings.passes]
+    for param, tensor in zip(params, tensors, strict=True):
+        trained = "trained" if tensor.requires_grad else "frozen"
+        lines.append(f"parameter {' = '.join(param.names)} {param.shape} {param.dtype} {trained}")
+    return [*lines, *(f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers)]
 
 
 def _install(
@@ -241,19 +264,15 @@ def _install(
     """Replace parameters by their shards and modules by their sharded classes."""
     index_of = {tensor: index for index, tensor in enumerate(names)}
     tensors = [_shard(tensor, param, mesh, group) for tensor, param in zip(names, params, strict=True)]
-    owners = tuple(
-        (module, name, index_of[tensor])
-        for module in model.modules()
-        for name, tensor in module._parameters.items()
-        if tensor is not None
-    )
-    state = Runtime(settings, mesh, group, params, tensors, owners, compile_forward)
-    own: dict[nn.Module, dict[str, int]] = {model: {}}
-    for module, name, index in owners:
-        module._parameters[name] = tensors[index]
-        own.setdefault(module, {})[name] = index
+    own: dict[nn.Module, dict[str, int]] = {}
+    for module in model.modules():
+        own[module] = {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None}
+        module._parameters.update({name: tensors[index] for name, index in own[module].items()})
+    state = Runtime(settings, mesh, group, params, tensors, tuple(model.named_modules()), compile_forward)
     for module, indices in own.items():
-        bind(module, Binding(state, indices), is_root=module is model)
+        if indices or module is model:
+            bind(module, Binding(state, indices), is_root=module is model)
+    state.watch()
 
 
 def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -> nn.Parameter:

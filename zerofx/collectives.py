@@ -69,12 +69,26 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> tuple[DeviceMesh,
         return alone, Group("", 1, 0, "")
     if mesh is None:
         mesh = dist.init_device_mesh(device_type, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r} is not a DeviceMesh",
+            where="zerofx.compile(mesh=...)",
+            why="the mesh says which ranks share the model",
+            remedy="pass torch.distributed.device_mesh.init_device_mesh(device_type, (world_size,)), or nothing for all ranks",
+        )
     if mesh.ndim != 1:
         raise ConfigError(
             f"the mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}, zerofx shards over one",
             where="zerofx.compile(mesh=...)",
             why="a parameter is cut along a single group of ranks",
             remedy='pass a 1-D DeviceMesh, or one dimension of yours: mesh["dp"]',
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}",
+            where="zerofx.compile(mesh=...)",
+            why="a rank outside of the mesh holds no shard",
+            remedy="call zerofx.compile only on the ranks of the mesh, or pass a mesh of all ranks",
         )
     return mesh, group_of(mesh)
 

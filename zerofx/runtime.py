@@ -19,7 +19,7 @@ from zerofx.errors import ShardingError, ZerofxError
 from zerofx.params import Param, block_of
 from zerofx.program import Sync
 
-Owners = tuple[tuple[nn.Module, str, int], ...]
+Modules = tuple[tuple[str, nn.Module], ...]
 MakeForward = Callable[["Runtime", Callable[..., Any]], Callable[..., Any]]
 
 
@@ -56,11 +56,12 @@ class Runtime:
         group: Group,
         params: tuple[Param, ...],
         tensors: list[nn.Parameter],
-        owners: Owners,
+        modules: Modules,
         make_forward: MakeForward,
     ) -> None:
         self.config, self.mesh, self.group, self.params = config, mesh, group, params
-        self.tensors, self.owners, self._make_forward = tensors, owners, make_forward
+        self.tensors, self._modules, self._make_forward = tensors, modules, make_forward
+        self._members: list[dict[str, int]] = []
         self.inside = False
         self.synchronize = True
         self.compilations: list[Any] = []  # every graph compiled so far
@@ -82,11 +83,11 @@ class Runtime:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """A copy compiles anew: graphs, communication in flight and gathered gradients stay behind."""
-        return self.config, self.mesh, self.params, self.tensors, self.owners, self._make_forward
+        return self.config, self.mesh, self.params, self.tensors, self._modules, self._make_forward
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        config, mesh, params, tensors, owners, make_forward = state
-        self.__init__(config, mesh, collectives.group_of(mesh), params, tensors, owners, make_forward)  # type: ignore[misc]
+        config, mesh, params, tensors, modules, make_forward = state
+        self.__init__(config, mesh, collectives.group_of(mesh), params, tensors, modules, make_forward)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         copied = object.__new__(Runtime)
@@ -147,15 +148,25 @@ class Runtime:
         del param
         return found
 
+    def watch(self) -> None:
+        """From now on, members of the model's modules must stay what they are."""
+        self._members = [_members(module) for _, module in self._modules]
+
     def _check_parameters(self) -> None:
-        for module, name, index in self.owners:
-            if module._parameters.get(name) is not self.tensors[index]:
-                raise ShardingError(
-                    f"parameter {self.params[index].name} was re-assigned after zerofx.compile",
-                    where=f"{self.params[index].name}, at the start of a forward",
-                    why="the compiled model computes with the shard that it was compiled with; the new tensor would be ignored",
-                    remedy="copy into the parameter (load_state_dict, or p.copy_() under no_grad), or assign before zerofx.compile",
-                )
+        """Check that every module holds the parameters and submodules that it was compiled with."""
+        if not self._members:
+            self.watch()  # a copy, whose modules were not complete when it was made
+        for (path, module), members in zip(self._modules, self._members, strict=True):
+            now = _members(module)
+            if now == members:
+                continue
+            changed = [name for name in {**members, **now} if members.get(name) != now.get(name)]
+            raise ShardingError(
+                f"{'.'.join(filter(None, (path, changed[0])))} was re-assigned after zerofx.compile",
+                where=f"{path or type(module).__name__}, at the start of a forward",
+                why="the model computes with the shards that it was compiled with; what is new is not sharded, and would be ignored",
+                remedy="copy into the parameter (load_state_dict, or p.copy_() under no_grad), or assign before zerofx.compile",
+            )
 
     # ---------------------------------------------------------------- whole copies (stages 1 and 2)
 
@@ -352,6 +363,11 @@ def no_sync(runtime: Runtime) -> Iterator[None]:
 def placement_of(param: Param) -> Placement:
     """Return the DTensor placement of a parameter."""
     return Replicate() if param.dim is None else Shard(param.dim)
+
+
+def _members(module: nn.Module) -> dict[str, int]:
+    """Return the identity of each parameter and submodule of a module."""
+    return {name: id(member) for members in (module._parameters, module._modules) for name, member in members.items()}
 
 
 def _version(tensor: Tensor) -> int:
