@@ -99,7 +99,11 @@ def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
         if not buckets or _closes(program, buckets[-1], param, max_bytes):
             buckets.append([])
         buckets[-1].append(param)
-    if len(buckets) > 1 and _bytes(buckets[-1]) < program.config.bucket_min_bytes and _bytes(buckets[-2]) + _bytes(buckets[-1]) <= max_bytes:
+    if (
+        len(buckets) > 1
+        and _bytes(buckets[-1]) < program.config.bucket_min_bytes
+        and _bytes(buckets[-2]) + _bytes(buckets[-1]) <= max_bytes
+    ):
         tail = buckets.pop()
         buckets[-1].extend(tail)
     if buckets:

@@ -25,7 +25,7 @@ class SchedulePlan:
     """The moves, in the order to make them; the limit that they keep; the peak that they reach."""
 
     moves: tuple[Move, ...]
-    limit_bytes: int
+    limit_bytes: int | None
     peak_bytes: int
 
 
@@ -45,15 +45,12 @@ class Schedule:
 
         Raises MemoryLimitError where the program does not fit even without prefetch.
         """
-        base = memory.peak_bytes(program)
-        limit = program.config.memory_limit_bytes
-        if limit is None:
-            limit = base + sum(_largest(program, kind) for kind in ("gather_start", "reduce_start"))
-        elif base > limit:
+        base, limit = memory.peak_bytes(program), program.config.memory_limit_bytes
+        if limit is not None and base > limit:
             raise limit_error(program, limit, base)
-        line = _Line(program, limit)
+        line = _Line(program)
         moves = [*line.place_gathers(), *line.place_reduces()]
-        return SchedulePlan(tuple(moves), limit, max(line.live, default=0))
+        return SchedulePlan(tuple(moves), limit, line.peak_bytes)
 
     def apply(self, program: Program, plan: SchedulePlan) -> Program:
         """Make the moves."""
@@ -65,10 +62,6 @@ class Schedule:
             for item in items:
                 nodes[move.before].prepend(item)
         return program
-
-
-def _largest(program: Program, kind: str) -> int:
-    return max((memory.bucket_bytes(program, mark) for _, mark in program.marked(kind)), default=0)
 
 
 def program_item(node: Node) -> bool:
@@ -93,20 +86,37 @@ def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> Memo
 
 
 class _Line:
-    """The events of one program in order, with the bytes alive after each; moves stretch lifetimes on it."""
+    """The events of one program in order, with the bytes alive after each; moves stretch lifetimes on it.
 
-    def __init__(self, program: Program, limit_bytes: int) -> None:
-        self.program, self.limit = program, limit_bytes
+    Without a memory limit, whole parameters may take one bucket more than they need without prefetch.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
         events = memory.live(program)
         self.nodes = [event.node for event in events]
-        self.live = [event.total_bytes for event in events]
         self.place = {node: place for place, node in enumerate(self.nodes)}
+        self._whole = [event.whole_bytes for event in events]
+        self._total = [event.total_bytes for event in events]
+        self._limit = program.config.memory_limit_bytes
+        largest = max((memory.bucket_bytes(program, mark) for _, mark in program.marked("gather_start")), default=0)
+        self._whole_limit = max(self._whole, default=0) + largest
 
-    def _stretch(self, start: int, stop: int, size: int) -> bool:
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive after any event."""
+        return max(self._total, default=0)
+
+    def _stretch(self, start: int, stop: int, size: int, *, whole: bool) -> bool:
         """Add bytes to the events in [start, stop), where all of them stay within the limit."""
-        if any(live + size > self.limit for live in self.live[start:stop]):
+        if self._limit is not None:
+            if any(total + size > self._limit for total in self._total[start:stop]):
+                return False
+        elif whole and any(alive + size > self._whole_limit for alive in self._whole[start:stop]):
             return False
-        self.live[start:stop] = [live + size for live in self.live[start:stop]]
+        self._total[start:stop] = [total + size for total in self._total[start:stop]]
+        if whole:
+            self._whole[start:stop] = [alive + size for alive in self._whole[start:stop]]
         return True
 
     def place_gathers(self) -> list[Move]:
@@ -121,7 +131,7 @@ class _Line:
             earliest = self.place[waits[number - ahead]] if number >= ahead else 0
             for anchor, place in anchors:
                 early_enough = place < self.place[start] or anchor is first
-                if max(floor, earliest) <= place and early_enough and self._stretch(place, self.place[start], size):
+                if max(floor, earliest) <= place and early_enough and self._stretch(place, self.place[start], size, whole=True):
                     moves.append(Move(start.name, anchor.name))
                     floor = place
                     break
@@ -137,8 +147,8 @@ class _Line:
         for number, wait in enumerate(waits):
             size = memory.bucket_bytes(self.program, wait.meta["zerofx"])
             for later in range(min(number + allowed - 1, len(starts)), number, -1):
-                stop = self.place[starts[later]] + 1 if later < len(starts) else len(self.live)
-                if self._stretch(self.place[wait], stop, size):
+                stop = self.place[starts[later]] + 1 if later < len(starts) else len(self.nodes)
+                if self._stretch(self.place[wait], stop, size, whole=False):
                     # in front of the later bucket's own wait is right behind its start
                     target = waits[later] if later < len(starts) else output_of(self.program.graph)
                     moves.append(Move(wait.name, target.name))

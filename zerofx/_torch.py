@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
-
 # Skips autograd's dispatch in code that is already a backward, or that AOTAutograd made a forward of.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 

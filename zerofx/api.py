@@ -17,7 +17,7 @@ from zerofx import _torch, collectives, runtime
 from zerofx.backend import compile_forward
 from zerofx.collectives import Group
 from zerofx.config import Config, parse_bytes
-from zerofx.errors import CompilerError, ConfigError, RankMismatchError, ShardingError, ZerofxError
+from zerofx.errors import CompilerError, RankMismatchError, ShardingError, ZerofxError
 from zerofx.module import Binding, bind, binding_of, bindings
 from zerofx.params import Param, choose_dim
 from zerofx.passes import STAGES
@@ -232,7 +232,10 @@ def _agree(
     for rank, (error, _) in enumerate(answers):
         if error is not None:
             raise RankMismatchError(
-                f"rank {rank} cannot compile: {error.what}", where=error.where, why=error.why or "see the error of that rank", remedy=error.remedy
+                f"rank {rank} cannot compile: {error.what}",
+                where=error.where,
+                why=error.why or "see the error of that rank",
+                remedy=error.remedy,
             ) from error
     for rank, (_, described) in enumerate(answers):
         if described != answers[0][1]:

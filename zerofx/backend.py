@@ -19,7 +19,6 @@ from zerofx.regions import Compiler
 from zerofx.runtime import Runtime
 from zerofx.tape import Tape
 
-
 # A model whose blocks break the graph compiles each block once; beyond this, Dynamo runs the rest uncompiled.
 _MAX_RECOMPILES = 256
 
@@ -106,7 +105,8 @@ class _Tracing:
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled backward."""
-        assert self._source is not None and self.compilation.backward is not None
+        assert self._source is not None
+        assert self.compilation.backward is not None
         return _Backward(self, self._source, self.compilation.backward)
 
     def lower(self, program: Program, name: str) -> Tape:
@@ -175,8 +175,8 @@ class _Backward:
         self._boxed_call = True  # on the instance: the wrapper that AOTAutograd puts around copies its __dict__
         self._tracing, self._source = tracing, source
         self._runtime = tracing.backend.runtime
-        results = [node for node in output_of(source.graph).args[0]]
-        names = {name: mark for name, mark in _reduced(tracing.compilation.records)}
+        results = list(output_of(source.graph).args[0])
+        names = dict(_reduced(tracing.compilation.records))
         self._reduced = [(place, names[node.name]) for place, node in enumerate(results) if node is not None and node.name in names]
         self._indices = [index for _, index in self._reduced]
         self._tapes: dict[Sync, tuple[Tape, tuple[int, ...]]] = {Sync.REDUCE: (tracing.lower(scheduled, "backward"), ())}

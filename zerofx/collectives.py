@@ -6,7 +6,6 @@ become nodes of the graph. So an uncompiled frame and a compiled one move the sa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -108,9 +108,7 @@ class Program:
 
     def digest(self) -> str:
         """Return a hash of what runs, equal on ranks that run the same program."""
-        text = "\n".join(
-            f"{node.op} {node.target} {node.args} {node.kwargs} {node.meta.get('zerofx')}" for node in self.graph.nodes
-        )
+        text = "\n".join(f"{node.op} {node.target} {node.args} {node.kwargs} {node.meta.get('zerofx')}" for node in self.graph.nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

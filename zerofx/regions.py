@@ -87,7 +87,9 @@ def _is_cheap(node: Node) -> bool:
 def extract(program: Program, nodes: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:
     """Return a module of some consecutive nodes, with the nodes that it reads and those that others read from it."""
     inside = set(nodes)
-    inputs = list(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside and source.op != "get_attr"))
+    inputs = list(
+        dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside and source.op != "get_attr")
+    )
     inputs += _sizes(program, nodes, inputs)
     outputs = [node for node in nodes if node.op != "get_attr" and any(user not in inside for user in node.users)]
     graph, values, attributes = Graph(), dict[Node, Node](), dict[str, Any]()

@@ -255,7 +255,7 @@ def fold(events: Sequence[Event]) -> Iterator[tuple[Event | None, int, int]]:
 def _segments(events: Sequence[Event]) -> list[list[Event]]:
     segments: list[list[Event]] = []
     for event in events:
-        cut = event.kind == "wait" and not event.what.startswith("reduce") or event.what.startswith("reduce") and event.kind == "launch"
+        cut = (event.kind == "wait" and not event.what.startswith("reduce")) or (event.what.startswith("reduce") and event.kind == "launch")
         if not segments or cut or segments[-1][-1].phase != event.phase:
             segments.append([])
         segments[-1].append(event)
@@ -294,4 +294,3 @@ def _normal(segments: list[list[Event]]) -> list[Any]:
         for segment in segments
         for event in segment
     ]
-

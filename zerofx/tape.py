@@ -107,7 +107,9 @@ def _writes(item: Node | Region) -> Sequence[Node]:
     return item.outputs if isinstance(item, Region) else (item,)
 
 
-def _region_step(call: Callable[[list[Any]], Sequence[Any]], inputs: tuple[int, ...], ending: tuple[int, ...], outputs: tuple[int, ...]) -> Run:
+def _region_step(
+    call: Callable[[list[Any]], Sequence[Any]], inputs: tuple[int, ...], ending: tuple[int, ...], outputs: tuple[int, ...]
+) -> Run:
     def run(slots: list[Any]) -> None:
         values = [slots[slot] for slot in inputs]
         for slot in ending:
@@ -118,7 +120,9 @@ def _region_step(call: Callable[[list[Any]], Sequence[Any]], inputs: tuple[int, 
     return run
 
 
-def _call_step(target: Any, args: Callable[[list[Any]], Any], kwargs: Callable[[list[Any]], Any] | None, ending: tuple[int, ...], out: int) -> Run:
+def _call_step(
+    target: Any, args: Callable[[list[Any]], Any], kwargs: Callable[[list[Any]], Any] | None, ending: tuple[int, ...], out: int
+) -> Run:
     def run(slots: list[Any]) -> None:
         values = args(slots)
         named = {} if kwargs is None else kwargs(slots)
