@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ def once(layers: int) -> tuple[dict[str, float], int]:
     torch.manual_seed(0)
     model = zerofx.compile(GPT(layers), stage=3, backend="aot_eager")
     model(tokens()).backward()
-    (found,) = model._zerofx.runtime.compilations  # type: ignore[union-attr]
+    runtime: Any = model._zerofx.runtime  # type: ignore[union-attr]
+    (found,) = runtime.compilations
     seconds: Counter[str] = Counter()
     for record in found.records:
         seconds[record.name] += record.seconds

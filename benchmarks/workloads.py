@@ -25,7 +25,8 @@ class Block(nn.Module):
         query, key, value = self.qkv(self.norm(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        mlp: Tensor = self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        return x + mlp
 
 
 class GPT(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx import _torch, collectives
 from zerofx.params import Param
-from zerofx.program import Level, Program
+from zerofx.program import Level, Program, arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class Lower:
             if step.kind == "release":
                 if self.poison:
                     with program.graph.inserting_before(node):
-                        program.graph.call_function(torch.ops.aten.fill_.Scalar, (node.args[0], float("nan")))
+                        program.graph.call_function(torch.ops.aten.fill_.Scalar, (arguments(node)[0], float("nan")))
                 program.graph.erase_node(node)
             elif step.kind.endswith("_start"):
-                buffers[node] = recorder.insert(node, step.kind, params, list(node.args[0]))
+                buffers[node] = recorder.insert(node, step.kind, params, list(arguments(node)[0]))
             else:
-                start = node.args[0]
+                start = arguments(node)[0]
                 results = recorder.insert(node, step.kind, params, buffers[start])
                 for item in list(node.users):
-                    item.replace_all_uses_with(results[item.args[1]], propagate_meta=False)
+                    item.replace_all_uses_with(results[arguments(item)[1]], propagate_meta=False)
                     program.graph.erase_node(item)
                 program.graph.erase_node(node)
                 program.graph.erase_node(start)
@@ -114,8 +114,11 @@ class _Recording:
         nodes = list(sources)
         meta = {key: value for key, value in place.meta.items() if key in ("nn_module_stack", "zerofx")}
 
+        def node_of(part: Any) -> Any:
+            return nodes[part.number] if isinstance(part, _Slot) else part
+
         def fill(value: Any) -> Any:
-            return torch.fx.node.map_aggregate(value, lambda part: nodes[part.number] if isinstance(part, _Slot) else part)
+            return torch.fx.node.map_aggregate(value, node_of)
 
         with graph.inserting_before(place):
             for target, args, kwargs, value in self.ops:
@@ -129,7 +132,7 @@ class _Tracer(TorchDispatchMode):
     """Writes down each op that runs on fake tensors."""
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[Any, Any, Any, Any]] = []
         self.kept = list(sources)  # an id stays valid only while its tensor lives
         self.slots = {id(value): _Slot(number) for number, value in enumerate(sources)}
@@ -139,12 +142,15 @@ class _Tracer(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor | list | tuple):
             return result  # a question about a tensor, such as its device
-        slotted = torch.fx.node.map_aggregate((args, kwargs or {}), lambda part: self.slots[id(part)] if isinstance(part, Tensor) else part)
-        source = self._write(func, *slotted, result)
+        slotted_args, slotted_kwargs = torch.fx.node.map_aggregate((args, kwargs or {}), self._slot_of)
+        source = self._write(func, slotted_args, slotted_kwargs, result)
         if not isinstance(result, Tensor):
             for position, value in enumerate(result):
                 self._write(operator.getitem, (source, position), {}, value)
         return result
+
+    def _slot_of(self, part: Any) -> Any:
+        return self.slots[id(part)] if isinstance(part, Tensor) else part
 
     def _write(self, target: Any, args: Any, kwargs: Any, value: Any) -> _Slot:
         slot = _Slot(self._count)
@@ -159,6 +165,8 @@ def _record(function: Callable[[Sequence[Tensor]], list[Tensor]], values: list[T
     # a fresh alias for each source: two sources may be one tensor, and ids must tell them apart
     sources = [value.view_as(value) for value in values]
     tracer = _Tracer(sources)
-    with torch.no_grad(), _torch.detect_fake_mode(sources), tracer:
+    fake_mode = _torch.detect_fake_mode(sources)
+    assert fake_mode is not None
+    with torch.no_grad(), fake_mode, tracer:
         results = function(sources)
     return _Recording(tuple(tracer.ops), tuple(tracer.slots[id(value)] for value in results))

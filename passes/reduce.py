@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from zerofx import ops
-from zerofx.program import Level, Mark, Phase, Program, Sync, output_of
+from zerofx.program import Level, Mark, Phase, Program, Sync, arguments, output_of
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -43,7 +43,7 @@ class Reduce:
             terms, additions = _tree(result)
             if terms and not taken.intersection(terms):
                 taken.update(terms)
-                sums.append(Sum(terms[0].args[1], result.name, _names(terms), _names(additions)))
+                sums.append(Sum(arguments(terms[0])[1], result.name, _names(terms), _names(additions)))
         return tuple(sums)
 
     def apply(self, program: Program, plan: tuple[Sum, ...]) -> Program:
@@ -51,9 +51,9 @@ class Reduce:
         graph, nodes, output = program.graph, program.nodes(), output_of(program.graph)
         places = program.positions()
         for item in plan:
-            whole = {nodes[name]: nodes[name].args[0] for name in item.terms}
+            whole: dict[Node, Node] = {nodes[name]: arguments(nodes[name])[0] for name in item.terms}
             for addition in sorted((nodes[name] for name in item.additions), key=places.__getitem__):
-                left, right = (whole[source] for source in addition.args)
+                left, right = (whole[source] for source in arguments(addition))
                 with graph.inserting_before(addition):
                     whole[addition] = graph.call_function(_ADD, (left, right))
                 whole[addition].meta = {key: value for key, value in addition.meta.items() if key != "val"}
@@ -65,7 +65,7 @@ class Reduce:
                 reduced = total
             else:
                 with graph.inserting_before(result):
-                    reduced = graph.call_function(ops.REDUCE_GRAD, (total, *nodes[item.terms[0]].args[1:]))
+                    reduced = graph.call_function(ops.REDUCE_GRAD, (total, *arguments(nodes[item.terms[0]])[1:]))
                 reduced.meta = dict(result.meta)
                 reduced.meta["zerofx"] = Mark("reduce", (item.index,))
             output.replace_input_with(result, reduced)
@@ -88,7 +88,7 @@ def _tree(root: Node) -> tuple[list[Node], list[Node]]:
             terms.append(node)
         elif node.target is _ADD and len(node.args) == 2 and not node.kwargs and all(isinstance(arg, Node) for arg in node.args):
             additions.append(node)
-            stack.extend(reversed(node.all_input_nodes if node.args[0] is not node.args[1] else [node.args[0]] * 2))
+            stack.extend(reversed(arguments(node)))
         else:
             return [], []
     return terms, additions
@@ -108,8 +108,7 @@ def _add_pending(program: Program, total: Node, before: Node, index: int) -> Nod
 
 def _erase_unused(program: Program, plan: tuple[Sum, ...]) -> None:
     """Erase the old trees, results before the terms that they add."""
-    nodes = program.nodes()
     stale = {name for item in plan for name in (*item.terms, *item.additions)}
     for node in reversed(list(program.graph.nodes)):
-        if node.name in stale and node is nodes.get(node.name) and not node.users and node.meta.get("zerofx") is None:
+        if node.name in stale and not node.users:
             program.graph.erase_node(node)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from zerofx import ops
-from zerofx.program import Level, Mark, Program, aliases, output_of
+from zerofx.program import Level, Mark, Program, aliases, arguments, output_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Unshard:
             if fold.source == "gather":
                 keep.meta["zerofx"] = Mark("gather", (fold.index,))
                 continue
-            shard, whole = keep.args[0], keep.args[1]
+            shard, whole = arguments(keep)[:2]
             value = whole if fold.source == "whole" else shard
             value.meta["zerofx"] = Mark(fold.source, (fold.index,))
             escapes = any(output in alias.users for alias in aliases(keep))
@@ -63,7 +63,7 @@ class Unshard:
 
 
 def _source(marker: torch.fx.Node) -> str:
-    _, whole, _, _, dim, *_ = marker.args
+    _, whole, _, _, dim, *_ = arguments(marker)
     if dim == -1:
         return "shard"
     return "gather" if whole is None else "whole"

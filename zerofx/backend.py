@@ -14,7 +14,7 @@ from zerofx import _torch
 from zerofx.errors import MemoryLimitError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
-from zerofx.program import Level, Phase, Program, Sync, output_of
+from zerofx.program import Level, Phase, Program, Sync, results_of
 from zerofx.regions import Compiler
 from zerofx.runtime import Runtime
 from zerofx.tape import Tape
@@ -70,7 +70,11 @@ class Backend:
 
 def compile_forward(runtime: Runtime, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the forward of a model's class, compiled for one model."""
-    return torch.compile(forward, backend=Backend(runtime), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True)
+    # the annotations of torch.compile's overloads lag behind its arguments
+    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
+        forward, backend=Backend(runtime), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
+    )
+    return compiled
 
 
 class _Tracing:
@@ -175,7 +179,7 @@ class _Backward:
         self._boxed_call = True  # on the instance: the wrapper that AOTAutograd puts around copies its __dict__
         self._tracing, self._source = tracing, source
         self._runtime = tracing.backend.runtime
-        results = list(output_of(source.graph).args[0])
+        results = results_of(source.graph)
         names = dict(_reduced(tracing.compilation.records))
         self._reduced = [(place, names[node.name]) for place, node in enumerate(results) if node is not None and node.name in names]
         self._indices = [index for _, index in self._reduced]
@@ -215,4 +219,5 @@ def zerofx_backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
     """
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(inputs))  # type: ignore[no-any-return]
+    compiled: Callable[..., Any] = compile_fx(gm, list(inputs))  # type: ignore[assignment]
+    return compiled

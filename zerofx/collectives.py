@@ -205,7 +205,7 @@ def _with_padding(grad: Tensor, param: Param) -> Tensor:
 def _cut(grad: Tensor, param: Param) -> Tensor:
     """Turn a padded gradient into one row per rank."""
     assert param.dim is not None
-    by_rank = grad.unflatten(param.dim, (param.world_size, param.chunk)).movedim(param.dim, 0)
+    by_rank: Tensor = grad.unflatten(param.dim, (param.world_size, param.chunk)).movedim(param.dim, 0)
     return by_rank.reshape(param.world_size, -1)
 
 

@@ -36,7 +36,7 @@ def sharded_class(base: type[nn.Module], names: frozenset[str], is_root: bool) -
 def bind(module: nn.Module, binding: Binding, *, is_root: bool) -> None:
     """Turn a module into its sharded class, in place."""
     module.__dict__[_BINDING] = binding
-    module.__class__ = sharded_class(type(module), frozenset(binding.indices), is_root)
+    module.__class__ = sharded_class(type(module), frozenset(binding.indices), is_root)  # type: ignore[arg-type]
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -52,16 +52,16 @@ def bindings(module: nn.Module) -> Iterator[tuple[nn.Module, Binding]]:
 
 
 def _reader(name: str) -> property:
-    def read(self: nn.Module) -> Any:
+    def read(self: Any) -> Any:
         binding = self._zerofx
         if binding.runtime.inside:
-            return binding.runtime.read(binding.indices[name])  # type: ignore[union-attr]
+            return binding.runtime.read(binding.indices[name])
         return self._parameters[name]
 
     return property(read, doc=f"The whole parameter inside a forward; its shard, a DTensor, outside ({name}).")
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _root_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self._zerofx.runtime.forward(self, args, kwargs)
 
@@ -75,8 +75,10 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def _rebuild(key: tuple[type[nn.Module], frozenset[str], bool], *args: Any) -> nn.Module:
-    kind = sharded_class(*key)
-    return kind.__new__(kind, *args)
+    base, names, is_root = key
+    kind = sharded_class(base, names, is_root)  # type: ignore[arg-type]
+    made: nn.Module = kind.__new__(kind, *args)
+    return made
 
 
 def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

@@ -96,7 +96,7 @@ class Program:
         """Yield the marker-op nodes of a kind with the index of their parameter, in graph order."""
         place = 2 if target is ops.UNSHARD else 1
         for node in self.graph.find_nodes(op="call_function", target=target, sort=True):
-            yield node, node.args[place]
+            yield node, arguments(node)[place]
 
     def nodes(self) -> dict[str, Node]:
         """Return the nodes by name: how an ``apply`` finds what its plan names."""
@@ -112,9 +112,19 @@ class Program:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def arguments(node: Node) -> tuple[Any, ...]:
+    """Return a node's arguments, without the union of everything that FX can store."""
+    return node.args
+
+
+def results_of(graph: Graph) -> list[Any]:
+    """Return what a graph returns: nodes, and None where it returns nothing."""
+    return list(arguments(output_of(graph))[0])
+
+
 def output_of(graph: Graph) -> Node:
     """Return the output node."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    return graph.output_node()
 
 
 def storage_of(node: Node) -> int | None:

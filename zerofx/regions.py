@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch, ops
-from zerofx.program import Phase, Program, output_of
+from zerofx.program import Phase, Program
 from zerofx.tape import Region, Tape
 
 # Exact over fast where the two differ, and the order of the schedule over Inductor's own:
@@ -152,13 +152,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
     return repr(value)
-
-
-def lowered_order(program: Program) -> list[str]:
-    """Return the collectives and waits of a lowered program by op name, in the order that runs."""
-    return [str(node.target) for node in program.graph.nodes if is_boundary(node)]
-
-
-def output_names(program: Program) -> list[str]:
-    """Return the names of the nodes that a program returns."""
-    return [node.name if isinstance(node, Node) else "" for node in output_of(program.graph).args[0]]

@@ -126,18 +126,20 @@ class Runtime:
         """Return the whole parameter: a marker op under tracing, else the value itself."""
         shard, whole = self.shards[index], self.wholes[index]
         if torch.compiler.is_compiling():
-            return torch.ops.zerofx.unshard(shard, whole, *self.geometry[index])
-        return _EagerUnshard.apply(self, index, shard)  # type: ignore[no-any-return]
+            marked: Tensor = torch.ops.zerofx.unshard(shard, whole, *self.geometry[index])
+            return marked
+        value: Tensor = _EagerUnshard.apply(self, index, shard)  # type: ignore[no-untyped-call]
+        return value
 
     def _enter(self) -> list[Tensor]:
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and any(tensor.requires_grad for tensor in self.tensors):
-            return list(_EnterForward.apply(self, *self.tensors))
+            return list(_EnterForward.apply(self, *self.tensors))  # type: ignore[no-untyped-call]
         return self.local_shards()
 
     def local_shards(self) -> list[Tensor]:
         """Return each parameter's padded local shard, as a fresh alias."""
         found = []
-        for param, tensor, padded in zip(self.params, self.tensors, self._padded, strict=True):
+        for tensor, padded in zip(self.tensors, self._padded, strict=True):
             local = _torch.local_tensor(tensor)
             if padded is None:
                 found.append(local.detach())
@@ -145,7 +147,6 @@ class Runtime:
             if local.untyped_storage().data_ptr() != padded.untyped_storage().data_ptr():
                 _pad_into(padded, local)  # its storage was replaced (a copy, a move): copy what it now holds
             found.append(padded.detach())
-        del param
         return found
 
     def watch(self) -> None:

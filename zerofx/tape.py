@@ -64,7 +64,8 @@ class Tape:
         with below_autograd():
             for step in self._steps:
                 step(slots)
-        return self._result(slots)
+        results: list[Any] = self._result(slots)
+        return results
 
     def _slot(self, node: Node) -> int:
         return self._slots.setdefault(node, len(self._slots))

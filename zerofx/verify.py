@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from zerofx import memory, ops
 from zerofx.errors import VerifyError
-from zerofx.program import Level, Phase, Program, aliases, output_of
+from zerofx.program import Level, Phase, Program, aliases, arguments, output_of
 
 Check = Callable[[Program], Iterator[str]]
 
@@ -128,4 +128,4 @@ def _wholes(program: Program) -> Iterator[tuple[Node, int]]:
         yield node, mark.params[0]
     for wait, mark in program.marked("gather_wait"):
         for item in wait.users:
-            yield item, mark.params[item.args[1]]
+            yield item, mark.params[arguments(item)[1]]
