@@ -13,7 +13,7 @@ import zerofx
 from tests.programs import TiedStack, compilation, compiled, fake_ranks, stack
 from zerofx.config import Config
 from zerofx.program import Program
-from zerofx.regions import is_boundary
+from zerofx.regions import is_boundary, is_collective
 from zerofx.render import Event, fold
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -92,7 +92,7 @@ def test_whole_graph_inductor_code_runs_what_is_printed(stage: int) -> None:
         _, codes = run_and_get_code(lambda: model(torch.arange(16).view(2, 8)).backward())
     for code, program in zip(codes, compilation(model).lowered.values(), strict=True):
         calls = re.findall(r"torch\.ops\._c10d_functional\.(\w+?)_?\.default\(", code)
-        assert calls == [node.target._schema.name.removeprefix("_c10d_functional::") for node in program.graph.nodes if is_boundary(node)]
+        assert calls == [node.target._schema.name.removeprefix("_c10d_functional::") for node in program.graph.nodes if is_collective(node)]
 
 
 def test_eval_forward_has_a_schedule_that_releases_everything() -> None:

@@ -92,7 +92,7 @@ def test_prediction_is_exact(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_launches_are_those_of_the_graphs(ranks: Pool, micro_batches: int) -> None:
-    kinds = {"all_gather_into_tensor": "all_gather", "all_to_all_single": "reduce_scatter", "all_reduce": "all_reduce"}
+    kinds = {"all_gather_into_tensor_out": "all_gather", "all_to_all_single": "reduce_scatter", "all_reduce": "all_reduce"}
     for by_stage in ranks.run(_count, 2, micro_batches):
         for stage, found in zip(STAGES, by_stage, strict=True):
             graphs, launches = found["graphs"], dict(found["launches"])

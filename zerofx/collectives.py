@@ -159,7 +159,8 @@ def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group
         cast = [shards[position].to(params[position].compute_dtype) for position in chunk]
         packed = cast[0] if is_alone(chunk, params) else _cat([shard.reshape(-1) for shard in cast], 0)
         if params[chunk[0]].dim is not None:
-            packed = torch.ops._c10d_functional.all_gather_into_tensor(packed, group.size, group.name)
+            out = packed.new_empty((packed.shape[0] * group.size, *packed.shape[1:]))
+            packed = _all_gather(packed, out, group)
         buffers.append(packed)
     return buffers
 
@@ -178,6 +179,13 @@ def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
         for position, part in zip(chunk, rows.split(sizes, dim=1), strict=True):
             wholes[position] = _join(part, params[position])
     return [wholes[position] for position in range(len(params))]
+
+
+def _all_gather(shard: Tensor, out: Tensor, group: Group) -> Tensor:
+    # The form that allocates its result is a coalesced gather inside; on gloo it corrupts the heap now and then when several
+    # are in flight under load (torch 2.13: 3 crashes in about 14 stress runs without zerofx, none in 11 of this form).
+    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(shard, group.size, group.name, out=out)
+    return gathered
 
 
 def _cat(parts: list[Tensor], dim: int) -> Tensor:
@@ -276,7 +284,7 @@ def refresh_start(wholes: Sequence[Tensor], shards: Sequence[Tensor], params: Se
             param = params[chunk[0]]
             cast, whole = shards[chunk[0]].to(param.compute_dtype), wholes[chunk[0]]
             padded = whole.as_strided(param.padded_shape, whole.stride())
-            buffers.append(torch.ops._c10d_functional.all_gather_into_tensor_out(cast, group.size, group.name, out=padded))
+            buffers.append(_all_gather(cast, padded, group))
         else:
             parts = [params[position] for position in chunk]
             buffers.extend(gather_start([shards[position] for position in chunk], parts, group))

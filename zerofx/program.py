@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -134,16 +135,24 @@ def storage_of(node: Node) -> int | None:
 
 
 def aliases(node: Node) -> list[Node]:
-    """Return the node and everything computed from it that shares its storage, in no particular order."""
-    storage, found, stack = storage_of(node), {node: None}, [node]
+    """Return the node and everything computed from it that may share its storage, in no particular order."""
+    found, stack = {node: None}, [node]
     while stack:
-        for user in stack.pop().users:
-            value = user.meta.get("val")
-            # a split yields a tuple of views; its items are followed through their own storage
-            if user not in found and user.op == "call_function" and (storage_of(user) == storage or isinstance(value, list | tuple)):
+        source = stack.pop()
+        for user in source.users:
+            if user not in found and _may_alias(user, source):
                 found[user] = None
                 stack.append(user)
     return list(found)
+
+
+def _may_alias(user: Node, source: Node) -> bool:
+    """By the operator first: traced storages tell apart what folding has since made one."""
+    if user.target is operator.getitem or user.target is torch.ops.aten._unsafe_view.default:
+        return True
+    if isinstance(user.target, torch._ops.OpOverload) and any(result.alias_info is not None for result in user.target._schema.returns):
+        return True
+    return storage_of(user) is not None and storage_of(user) == storage_of(source)
 
 
 def last_use(node: Node, positions: dict[Node, int]) -> Node:

@@ -59,7 +59,7 @@ class Compiler:
         module, inputs, outputs = extract(program, nodes)
         self.region_count += 1
         key = canonical(module)
-        _torch.pin_order(module.graph, [node for node in module.graph.nodes if is_boundary(node)])
+        _torch.pin_order(module.graph, [node for node in module.graph.nodes if is_collective(node)])
         compiled = self._compiled.get(key) if key else None
         if compiled is None:
             compiled = _torch.inductor_compile(module, is_backward=program.phase is Phase.BACKWARD, patches=PATCHES)
@@ -67,12 +67,18 @@ class Compiler:
         return Region(compiled, tuple(inputs), tuple(outputs))
 
 
+_BUFFER = torch.ops.aten.new_empty.default
 _STEPS = (ops.refresh_wait, ops.add_pending)
 
 
 def is_boundary(node: Node) -> bool:
-    """Whether a node runs between regions: a collective, a wait, or a step of the runtime."""
-    return node.target in _STEPS or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional")
+    """Whether a node runs between regions: a collective, the buffer that it fills, a wait, or a step of the runtime."""
+    return node.target in _STEPS or is_collective(node) or (node.target is _BUFFER and "zerofx" in node.meta)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node is a collective or a wait."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
 
 
 def _is_cheap(node: Node) -> bool:

@@ -63,8 +63,10 @@ class Schedule:
         counts = dict.fromkeys(traffic, 0)
         for members in refresh_buckets:
             _count(traffic, counts, "refresh", [params[index] for index in members], group)
-        kept_bytes = sum(param.whole_bytes for param in params) if config.stage < 3 else 0
-        whole, total = kept_bytes, kept_bytes
+        kept_bytes = sum(param.whole_bytes for param in params if config.stage < 3 or param.dim is None)
+        # all refreshes start with the forward; what they pack arrives beside the copy that it belongs to
+        arriving = sum(memory.packed_bytes([params[index] for index in members], group) for members in refresh_buckets)
+        whole = total = kept_bytes + arriving
         for program in programs:
             events.extend(_events(program, kept_bytes))
             for _, mark in program.marked("gather_start", "reduce_start"):

@@ -1,0 +1,60 @@
+"""Cutting at collectives: equal regions are compiled once, and running them changes nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+import zerofx
+from tests.programs import TiedStack, compilation, compiled, fake_ranks
+from zerofx import _torch
+
+
+@pytest.fixture
+def compiled_modules(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
+    """Stand in for Inductor: run each region's graph as it is, and keep it."""
+    modules: list[GraphModule] = []
+
+    def compile_region(module: GraphModule, **_: Any) -> Callable[[list[Any]], Sequence[Any]]:
+        modules.append(module)
+        return lambda inputs: module(*inputs)
+
+    monkeypatch.setattr(_torch, "inductor_compile", compile_region)
+    return modules
+
+
+def test_distinct_regions_do_not_grow_with_depth(compiled_modules: list[GraphModule]) -> None:
+    counts = {}
+    for layers in (6, 12):
+        found = compilation(compiled(TiedStack(layers), torch.arange(32).view(4, 8), stage=3, backend="inductor"))
+        counts[layers] = found.distinct_count
+        assert found.region_count > 2 * layers
+    assert counts[6] == counts[12]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_regions_compute_what_the_whole_graph_does(compiled_modules: list[GraphModule], stage: int) -> None:
+    tokens = torch.arange(32).view(4, 8)
+    torch.manual_seed(0)
+    plain = TiedStack(2)
+    expected = plain(tokens)
+    expected.backward()
+    torch.manual_seed(0)
+    with fake_ranks(1):
+        model = zerofx.compile(TiedStack(2), stage=stage)
+        loss = model(tokens)
+        loss.backward()
+    # Inductor's decompositions round differently from eager's kernels
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_no_region_holds_a_collective(compiled_modules: list[GraphModule]) -> None:
+    compiled(TiedStack(3), torch.arange(32).view(4, 8), stage=3, backend="inductor")
+    targets = {str(node.target) for module in compiled_modules for node in module.graph.nodes}
+    assert targets
+    assert not [target for target in targets if "c10d" in target or "zerofx" in target]
