@@ -40,11 +40,6 @@ class Param:
         return self.names[0]
 
     @property
-    def owner(self) -> str:
-        """The qualified name of the submodule that owns it."""
-        return self.name.rpartition(".")[0]
-
-    @property
     def chunk(self) -> int:
         """Rows of one padded shard along the sharded dimension."""
         assert self.dim is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -106,11 +105,6 @@ class Program:
     def positions(self) -> dict[Node, int]:
         """Return each node's place in the graph."""
         return {node: place for place, node in enumerate(self.graph.nodes)}
-
-    def digest(self) -> str:
-        """Return a hash of what runs, equal on ranks that run the same program."""
-        text = "\n".join(f"{node.op} {node.target} {node.args} {node.kwargs} {node.meta.get('zerofx')}" for node in self.graph.nodes)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
