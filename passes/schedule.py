@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import Node
-
 from zerofx import memory
 from zerofx.errors import MemoryLimitError
 from zerofx.program import Level, Program, output_of
@@ -57,17 +55,11 @@ class Schedule:
         nodes = program.nodes()
         for move in plan.moves:
             node = nodes[move.node]
-            items = [user for user in node.users if program_item(user)] if node.meta["zerofx"].kind == "reduce_wait" else []
+            items = list(node.users) if node.meta["zerofx"].kind == "reduce_wait" else []
             nodes[move.before].prepend(node)
             for item in items:
                 nodes[move.before].prepend(item)
         return program
-
-
-def program_item(node: Node) -> bool:
-    """Whether a node takes one value out of a bucket."""
-    source = node.args[0] if node.args else None
-    return isinstance(source, Node) and getattr(source.meta.get("zerofx"), "kind", "") in ("gather_wait", "reduce_wait")
 
 
 def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> MemoryLimitError:

@@ -49,14 +49,6 @@ def import_collectives() -> Any:
     return functional
 
 
-def size_hint(value: int | torch.SymInt, fallback: int = 4096) -> int:
-    """Return the size that tracing saw for a symbolic size."""
-    if isinstance(value, int):
-        return value
-    hint = value.node.hint
-    return fallback if hint is None else int(hint)
-
-
 def inductor_joint_passes(gm: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
     """Run Inductor's pattern passes on a joint graph, as its own partition function does."""
     from torch._inductor.compile_fx import _recursive_joint_graph_passes

@@ -122,6 +122,11 @@ def output_of(graph: Graph) -> Node:
     return graph.output_node()
 
 
+def is_view(node: Node) -> bool:
+    """Whether a node computes nothing: a view, or one item of a tuple."""
+    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
+
+
 def storage_of(node: Node) -> int | None:
     """Return an identity of the storage behind a node's traced value, None for anything but a tensor."""
     value = node.meta.get("val")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import _torch, ops
-from zerofx.program import Phase, Program
+from zerofx.program import Phase, Program, is_view
 from zerofx.tape import Region, Tape
 
 # Exact over fast where the two differ, and the order of the schedule over Inductor's own:
@@ -83,11 +82,9 @@ def is_collective(node: Node) -> bool:
 
 def _is_cheap(node: Node) -> bool:
     """Whether a node launches nothing: a view, an item, a constant, or arithmetic on sizes."""
-    if node.op == "get_attr" or node.target is operator.getitem:
+    if node.op == "get_attr" or is_view(node):
         return True
-    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
 def extract(program: Program, nodes: list[Node]) -> tuple[GraphModule, list[Node], list[Node]]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from zerofx import memory
 from zerofx.collectives import Group
 from zerofx.config import Config
 from zerofx.params import Param, block_of
-from zerofx.program import Mark, Program
+from zerofx.program import Mark, Program, is_view
 
 _COLLECTIVES = {"gather": "all_gather", "reduce": "reduce_scatter", "refresh": "all_gather"}
 _MIB = 2**20
@@ -188,11 +186,6 @@ def _events(program: Program, kept_bytes: int) -> Iterator[Event]:
         moved = sum(program.params[index].whole_bytes for index in mark.params) if starts else 0
         yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name)
     yield from flush()
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node computes nothing: a view, or one item of a tuple."""
-    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
 
 
 _KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "refresh_wait")
