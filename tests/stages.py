@@ -9,8 +9,11 @@ from torch import nn
 
 import zerofx
 from tests.models import Case
+from zerofx.config import HookLimits
 
 STAGES = (0, 1, 2, 3)
+# The eager mode releases everything, fetches it again, and a few elements are worth a prefetch.
+TIGHT = HookLimits(prefetch_elements=64, max_reuse_distance_elements=0, persistence_threshold_elements=0)
 
 
 def compiled(case: Case, stage: int, *, seed: int = 0, backend: str = "aot_eager", **options: Any) -> nn.Module:

@@ -1,8 +1,10 @@
 """What users do between forwards, backwards and steps, at every stage, beside one process that does the same."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import zerofx
 from tests.models import FROZEN, TIED_MLP, Batch, Case, case_named
 from tests.ranks import Pool
 from tests.reference import backward, named_differences, sgd, train, whole_gradients, whole_parameters
-from tests.stages import STAGES, at_stage, compiled
+from tests.stages import STAGES, TIGHT, at_stage, compiled
+from zerofx.config import Config
 
 # Divides by worlds 2 and 3, each part again by four micro-batches.
 ROWS = 24
@@ -208,12 +211,16 @@ SCENARIOS: tuple[Scenario, ...] = (
 )
 
 
-def records_at_stages(rank: int, world: int, name: str, scenario: Scenario, stages: tuple[int, ...]) -> list[Record]:
+def records_at_stages(
+    rank: int, world: int, name: str, scenario: Scenario, stages: tuple[int, ...], settings: dict[str, Any]
+) -> list[Record]:
     case = case_named(name)
     records = []
     for stage in stages:
-        with at_stage(stage):
-            model = compiled(case, stage)
+        with at_stage(stage), warnings.catch_warnings():
+            # a scenario that changes the order of submodules is told so once
+            warnings.filterwarnings("ignore", "zerofx hooks: ")
+            model = zerofx.compile(case.model(), config=Config(stage=stage, **settings))
             record = Record()
             scenario(Run(model, case, rank, world, lambda model=model: zerofx.no_sync(model)), record)
             records.append(record)
@@ -231,13 +238,14 @@ def record_differences(records: list[Record], expected: Record) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("settings", [{"backend": "aot_eager"}, {"backend": "hooks", "hooks": TIGHT}], ids=["compiled", "hooks"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_scenario_is_bitwise_equal_to_one_process(ranks: Pool, scenario: Scenario) -> None:
+def test_scenario_is_bitwise_equal_to_one_process(ranks: Pool, scenario: Scenario, settings: dict[str, Any]) -> None:
     # Three ranks have uneven shards: of whole copies at stage 1, of gathered parameters at stage 3.
     for world, case, stages in ((2, FROZEN, STAGES), (3, TIED_MLP, (1, 3))):
         expected = Record()
         scenario(Run(case.model(), case), expected)
-        by_rank = ranks.run(records_at_stages, world, case.name, scenario, stages)
+        by_rank = ranks.run(records_at_stages, world, case.name, scenario, stages, settings)
         for stage, records in zip(stages, zip(*by_rank, strict=True), strict=True):
             assert record_differences(list(records), expected) == [], f"world {world}, stage {stage}"
 

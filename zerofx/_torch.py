@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
+# Every leaf of nested inputs and outputs, registered types of other libraries included; no public name yet.
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+
 # Skips autograd's dispatch in code that is already a backward, or that AOTAutograd made a forward of.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -40,6 +45,11 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Give a DTensor another local tensor of the same shape; there is no public way to move its storage."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call once, when the running backward has ended; torch's own data parallels use it, there is no public way."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def import_collectives() -> Any:

@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from zerofx import _torch, collectives, runtime
-from zerofx.backend import compile_forward
+from zerofx.backend import CompiledRuntime
 from zerofx.collectives import Group
 from zerofx.config import Config, parse_bytes
 from zerofx.errors import CompilerError, RankMismatchError, ShardingError, ZerofxError
+from zerofx.hooks import HookedRuntime
 from zerofx.module import Binding, bind, binding_of, bindings
 from zerofx.params import Param, choose_dim
 from zerofx.passes import STAGES
@@ -32,6 +34,7 @@ def compile(
     *,
     stage: int = 3,
     mesh: DeviceMesh | None = None,
+    precision: MixedPrecisionPolicy | None = None,
     memory_limit: int | str | None = None,
     backend: str = "inductor",
     passes: Sequence[Any] = (),
@@ -40,7 +43,8 @@ def compile(
     """Shard a model's states over the ranks and compile its steps, in place; return the same model.
 
     Every parameter becomes a DTensor of the same logical shape under its old name. Rank 0's parameters and buffers
-    are the ones that all ranks start from. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole parameters and
+    are the ones that all ranks start from. ``precision`` sets the dtypes of compute and of reductions; parameters and gradients
+    keep their own. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole parameters and
     communication buffers in flight. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
@@ -51,7 +55,11 @@ def compile(
     settings, device = Config(), torch.device("cpu")
     try:
         settings = config or Config(
-            stage=stage, backend=backend, memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"), passes=tuple(passes)
+            stage=stage,
+            backend=backend,
+            memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"),
+            passes=tuple(passes),
+            **({} if precision is None else asdict(precision)),
         )
         STAGES[settings.stage].including(settings.passes)
         device = _check_model(model)
@@ -78,17 +86,15 @@ def schedule(model: nn.Module) -> Schedule:
 
     Raises ShardingError for a model that was not compiled, or has not run yet.
     """
-    found = _runtime_of(model)
-    if not found.last_step:
+    found = _runtime_of(model).schedule()
+    if found is None:
         raise ShardingError(
             "there is no schedule yet",
             where="zerofx.schedule",
-            why="a graph is traced by the first forward",
+            why="a schedule is what a step runs, and no forward has run yet",
             remedy="run one step first",
         )
-    forwards = [ran.forward for ran in found.last_step]
-    backwards = [ran.backward for ran in reversed(found.last_step) if ran.backward is not None]
-    return Schedule.of([*forwards, *backwards], found.params, found.group, found.config, found.refresh_buckets)
+    return found
 
 
 @contextmanager
@@ -271,10 +277,12 @@ def _install(
     for module in model.modules():
         own[module] = {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None}
         module._parameters.update({name: tensors[index] for name, index in own[module].items()})
-    state = Runtime(settings, mesh, group, params, tensors, tuple(model.named_modules()), compile_forward)
+    kind = HookedRuntime if settings.backend == "hooks" else CompiledRuntime
+    state = kind(settings, mesh, group, params, tensors, tuple(model.named_modules()))
+    inner = "submodule" if settings.backend == "hooks" else None
     for module, indices in own.items():
         if indices or module is model:
-            bind(module, Binding(state, indices), is_root=module is model)
+            bind(module, Binding(state, indices), "forward" if module is model else inner)
     state.watch()
 
 

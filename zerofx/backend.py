@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zerofx import _torch
-from zerofx.errors import MemoryLimitError
+from zerofx.errors import MemoryLimitError, ZerofxError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
 from zerofx.program import Level, Phase, Program, Sync, results_of
 from zerofx.regions import Compiler
-from zerofx.runtime import Runtime
+from zerofx.render import Schedule
+from zerofx.runtime import Forward, Runtime
 from zerofx.tape import Tape
 
 # A model whose blocks break the graph compiles each block once; beyond this, Dynamo runs the rest uncompiled.
@@ -43,7 +45,7 @@ class Compilation:
 class Backend:
     """Compiles the graphs that Dynamo captures from one model."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: CompiledRuntime) -> None:
         self.runtime = runtime
         self.pipeline: Pipeline = STAGES[runtime.config.stage].including(runtime.config.passes)
         self.compiler = Compiler()
@@ -65,16 +67,49 @@ class Backend:
     def program(self, module: GraphModule, phase: Phase) -> Program:
         """Wrap a traced graph with the facts of the model."""
         runtime = self.runtime
-        return Program(module, phase, Level.TRACED, runtime.params, runtime.group, runtime.config, runtime.refresh_buckets)
+        return Program(module, phase, Level.TRACED, runtime.params, runtime.group, runtime.config, runtime.wholes.buckets)
 
 
-def compile_forward(runtime: Runtime, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a model's class, compiled for one model."""
-    # the annotations of torch.compile's overloads lag behind its arguments
-    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
-        forward, backend=Backend(runtime), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
-    )
-    return compiled
+class CompiledRuntime(Runtime):
+    """Runs a model's forward by ``torch.compile`` with the backend above."""
+
+    def __init__(self, *state: Any) -> None:
+        super().__init__(*state)
+        self.compilations: list[Compilation] = []  # every graph compiled so far
+        self.executed: list[Compilation] = []  # those that the current forward runs, in order
+        self.last_step: list[Compilation] = []  # those of the last forward, the last trained one where there is one
+        self._compiled: Forward | None = None
+
+    def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._compiled is None:
+            # the annotations of torch.compile's overloads lag behind its arguments
+            self._compiled = torch.compile(  # type: ignore[call-overload]
+                plain, backend=Backend(self), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
+            )
+        assert self._compiled is not None
+        self.executed = []
+        try:
+            return self._compiled(module, *args, **kwargs)
+        except _torch.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, ZerofxError):
+                raise error.inner_exception from None
+            raise
+        finally:
+            if any(ran.backward for ran in self.executed) or not any(ran.backward for ran in self.last_step):
+                self.last_step = self.executed
+
+    def read(self, index: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            marked: Tensor = torch.ops.zerofx.unshard(self.shards[index], self.wholes.copies[index], *self.geometry[index])
+            return marked
+        return super().read(index)
+
+    def schedule(self) -> Schedule | None:
+        forwards = [ran.forward for ran in self.last_step if ran.forward is not None]
+        backwards = [ran.backward for ran in reversed(self.last_step) if ran.backward is not None]
+        if not forwards:
+            return None
+        return Schedule.of([*forwards, *backwards], self.params, self.group, self.config, self.wholes.buckets)
 
 
 class _Tracing:
@@ -133,7 +168,7 @@ class _Tracing:
     def _joint(self, module: GraphModule) -> Program:
         program = self.backend.program(module, Phase.JOINT)
         if program.config.backend == "inductor":
-            device = next(value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
+            device = next(value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), Tensor))
             start = time.perf_counter()
             program = replace(program, module=_torch.inductor_joint_passes(module, device))
             self.compilation.spend("inductor joint passes", start)
@@ -165,7 +200,7 @@ class _Tracing:
         def run(inputs: list[Any]) -> Any:
             runtime.executed.append(compilation)
             if waits:
-                inputs.append(runtime.arrivals)
+                inputs.append(runtime.wholes.arrivals)
             return tape(inputs)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -186,16 +221,16 @@ class _Backward:
         self._tapes: dict[Sync, tuple[Tape, tuple[int, ...]]] = {Sync.REDUCE: (tracing.lower(scheduled, "backward"), ())}
 
     def __call__(self, inputs: list[Any]) -> Any:
-        sync = self._runtime.sync(self._indices)
+        sync = self._runtime.gradients.sync(self._indices)
         if sync not in self._tapes:
             self._tapes[sync] = self._lower(sync)
         tape, pending = self._tapes[sync]
-        inputs.extend(self._runtime.take_pending(index) for index in pending)
+        inputs.extend(self._runtime.gradients.take_pending(index) for index in pending)
         results = tape(inputs)
         if sync is Sync.KEEP:
             results = list(results)
             for place, index in self._reduced:
-                self._runtime.keep(index, results[place])
+                self._runtime.gradients.keep(index, results[place])
                 results[place] = None
         return results
 

@@ -10,7 +10,7 @@ import torch
 
 from zerofx.errors import ConfigError
 
-BACKENDS = ("inductor", "aot_eager")
+BACKENDS = ("inductor", "aot_eager", "hooks")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -30,24 +30,54 @@ def parse_bytes(value: int | str | None, field: str) -> int | None:
     )
 
 
+def _check_count(value: object, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(
+            f"{value!r} is not a whole number of at least 0", where=where, why="it counts bytes, elements or buckets", remedy="pass an int"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookLimits:
+    """Limits of the eager mode at stage 3, in elements, with DeepSpeed's defaults.
+
+    Gathers run ahead of use by at most ``prefetch_elements``, and while fewer than ``max_live_elements`` are whole. A parameter
+    stays whole where at most ``max_reuse_distance_elements`` (or the prefetch size) are fetched before it is used again, and one
+    of at most ``persistence_threshold_elements`` stays until it is updated.
+    """
+
+    prefetch_elements: int = 50_000_000
+    max_live_elements: int = 1_000_000_000
+    max_reuse_distance_elements: int = 1_000_000_000
+    persistence_threshold_elements: int = 100_000
+
+    def __post_init__(self) -> None:
+        for field in self.__slots__:
+            _check_count(getattr(self, field), f"HookLimits({field}=...)")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Settings of one compiled model. Equal on all ranks.
 
-    ``memory_limit_bytes`` bounds whole parameters and communication buffers in flight on one rank;
-    None lets the schedule hold one bucket more than it needs, so that the next gather overlaps.
+    The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
+    communication buffers in flight on one rank; None lets the schedule hold one bucket more than it needs, so that the next
+    gather overlaps.
     """
 
     stage: int = 3
     backend: str = "inductor"
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
     memory_limit_bytes: int | None = None
     bucket_max_bytes: int = 25 * 2**20
     bucket_min_bytes: int = 128 * 2**10
     prefetch_buckets: int = 2
     reduces_in_flight: int = 2
     whole_graph: bool = False
+    hooks: HookLimits = HookLimits()
     passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -63,10 +93,15 @@ class Config:
                 f"backend={self.backend!r} is not known",
                 where="zerofx.compile(backend=...)",
                 why=f"the backends are {', '.join(BACKENDS)}",
-                remedy='pass backend="inductor" (fast) or backend="aot_eager" (reference)',
+                remedy='pass backend="inductor" (fast), "aot_eager" (reference) or "hooks" (eager)',
+            )
+        if self.backend == "hooks" and (self.memory_limit_bytes is not None or self.passes):
+            field = "passes" if self.passes else "memory_limit"
+            raise ConfigError(
+                f'backend="hooks" takes no {field}',
+                where=f"zerofx.compile({field}=...)",
+                why="there is no graph that passes could rewrite, or that a schedule could be proved on",
+                remedy="bound the eager mode by Config(hooks=HookLimits(...)), or compile",
             )
         for field in ("bucket_max_bytes", "bucket_min_bytes", "prefetch_buckets", "reduces_in_flight"):
-            if not isinstance(getattr(self, field), int) or getattr(self, field) < 0:
-                raise ConfigError(
-                    f"{field}={getattr(self, field)!r} is not a whole number of at least 0", where=f"zerofx.Config({field}=...)"
-                )
+            _check_count(getattr(self, field), f"zerofx.Config({field}=...)")

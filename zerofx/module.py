@@ -23,20 +23,23 @@ class Binding:
 
 
 @functools.cache
-def sharded_class(base: type[nn.Module], names: frozenset[str], is_root: bool) -> type[nn.Module]:
-    """Return the subclass of a module class that reads the named parameters through the runtime. One per class, not per instance."""
+def sharded_class(base: type[nn.Module], names: frozenset[str], entry: str | None) -> type[nn.Module]:
+    """Return the subclass of a module class that reads the named parameters through the runtime. One per class, not per instance.
+
+    ``entry`` names the method of the runtime that the forward goes through, None for a forward that stays as it is.
+    """
     body: dict[str, Any] = {name: _reader(name) for name in sorted(names)}
     body.update(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__, __reduce_ex__=_reduce)
-    body.update(_zerofx_key=(base, names, is_root), _load_from_state_dict=_load_from_state_dict)
-    if is_root:
-        body["forward"] = _root_forward
+    body.update(_zerofx_key=(base, names, entry), _load_from_state_dict=_load_from_state_dict)
+    if entry is not None:
+        body["forward"] = _forward_through(base, entry)
     return type(base.__name__, (base,), body)
 
 
-def bind(module: nn.Module, binding: Binding, *, is_root: bool) -> None:
+def bind(module: nn.Module, binding: Binding, entry: str | None) -> None:
     """Turn a module into its sharded class, in place."""
     module.__dict__[_BINDING] = binding
-    module.__class__ = sharded_class(type(module), frozenset(binding.indices), is_root)  # type: ignore[arg-type]
+    module.__class__ = sharded_class(type(module), frozenset(binding.indices), entry)  # type: ignore[arg-type]
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -61,9 +64,13 @@ def _reader(name: str) -> property:
     return property(read, doc=f"The whole parameter inside a forward; its shard, a DTensor, outside ({name}).")
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _root_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self._zerofx.runtime.forward(self, args, kwargs)
+def _forward_through(base: type[nn.Module], entry: str) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(base.forward)  # callers read the signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._zerofx.runtime, entry)(self, args, kwargs)
+
+    return forward
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
@@ -74,9 +81,9 @@ def _reduce(self: Any, protocol: Any) -> Any:
     return made, args, *rest
 
 
-def _rebuild(key: tuple[type[nn.Module], frozenset[str], bool], *args: Any) -> nn.Module:
-    base, names, is_root = key
-    kind = sharded_class(base, names, is_root)  # type: ignore[arg-type]
+def _rebuild(key: tuple[type[nn.Module], frozenset[str], str | None], *args: Any) -> nn.Module:
+    base, names, entry = key
+    kind = sharded_class(base, names, entry)  # type: ignore[arg-type]
     made: nn.Module = kind.__new__(kind, *args)
     return made
 

@@ -45,7 +45,8 @@ class Compiler:
             if node is not None and not is_boundary(node):
                 pending.append(node)
                 continue
-            if any(not _is_cheap(item) for item in pending):
+            # one op alone, such as the packing of a bucket, has nothing to fuse with: its own kernel is as fast, and needs no compiler
+            if sum(not _is_cheap(item) for item in pending) > 1:
                 order.append(self._compile(program, pending))
             else:
                 order.extend(pending)

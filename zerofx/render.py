@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +37,27 @@ class Event:
     node: str = ""
 
 
+class Tally:
+    """What each rank sends in a step, in bytes and in buckets, by kind of collective."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.traffic_bytes = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+        self.collective_counts = dict.fromkeys(self.traffic_bytes, 0)
+
+    def add(self, kind: str, params: Sequence[Param]) -> None:
+        """Count one bucket: a gather, a refresh or a reduce."""
+        ranks = self._group.size
+        sharded = sum(param.whole_bytes for param in params if param.dim is not None)
+        replicated = sum(param.whole_bytes for param in params if param.dim is None)
+        if sharded:
+            self.traffic_bytes[_COLLECTIVES[kind]] += sharded * (ranks - 1) // ranks
+            self.collective_counts[_COLLECTIVES[kind]] += 1
+        if replicated and kind == "reduce" and ranks > 1:
+            self.traffic_bytes["all_reduce"] += 2 * replicated * (ranks - 1) // ranks
+            self.collective_counts["all_reduce"] += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """What one step of a model runs, in order, on each rank. Equal on all ranks; ``str`` is the printed form."""
@@ -57,10 +80,9 @@ class Schedule:
     ) -> Schedule:
         """Read the schedule off scheduled programs, in the order in which they run."""
         events: list[Event] = []
-        traffic = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
-        counts = dict.fromkeys(traffic, 0)
+        tally = Tally(group)
         for members in refresh_buckets:
-            _count(traffic, counts, "refresh", [params[index] for index in members], group)
+            tally.add("refresh", [params[index] for index in members])
         kept_bytes = sum(param.whole_bytes for param in params if config.stage < 3 or param.dim is None)
         # all refreshes start with the forward; what they pack arrives beside the copy that it belongs to
         arriving = sum(memory.packed_bytes([params[index] for index in members], group) for members in refresh_buckets)
@@ -68,41 +90,57 @@ class Schedule:
         for program in programs:
             events.extend(_events(program, kept_bytes))
             for _, mark in program.marked("gather_start", "reduce_start"):
-                _count(traffic, counts, mark.kind.removesuffix("_start"), [params[index] for index in mark.params], group)
+                tally.add(mark.kind.removesuffix("_start"), [params[index] for index in mark.params])
             for state in memory.live(program):
                 whole, total = max(whole, state.whole_bytes + kept_bytes), max(total, state.total_bytes + kept_bytes)
+        return Schedule.of_step(events, tally, whole, total, params, group, config)
+
+    @staticmethod
+    def of_step(
+        events: Sequence[Event],
+        tally: Tally,
+        peak_whole_bytes: int,
+        peak_total_bytes: int,
+        params: tuple[Param, ...],
+        group: Group,
+        config: Config,
+    ) -> Schedule:
+        """Put the events of a step beside the facts of its model."""
         return Schedule(
             tuple(events),
             config.stage,
             group.size,
             config.backend,
-            sum(_numel(param) for param in params),
-            sum(_numel(param) * param.compute_dtype.itemsize for param in params),
-            whole,
-            total,
+            sum(math.prod(param.shape) for param in params),
+            sum(math.prod(param.shape) * param.compute_dtype.itemsize for param in params),
+            peak_whole_bytes,
+            peak_total_bytes,
             config.memory_limit_bytes,
-            traffic,
-            counts,
+            tally.traffic_bytes,
+            tally.collective_counts,
         )
 
     def __str__(self) -> str:
+        return "\n".join(self._lines(folded=True))
+
+    def _lines(self, *, folded: bool) -> Iterator[str]:
         limit = "" if self.memory_limit_bytes is None else f", limit {_mib(self.memory_limit_bytes)} MiB"
-        lines = [
+        yield (
             f"ZeRO stage {self.stage}, {self.world_size} ranks, {self.backend}: "
-            f"{self.parameter_count:,} parameters, {_mib(self.parameter_bytes)} MiB whole{limit}",
-            "",
-        ]
+            f"{self.parameter_count:,} parameters, {_mib(self.parameter_bytes)} MiB whole{limit}"
+        )
+        yield ""
         phase = ""
-        for event, repeats, period in fold(self.events):
+        for event, repeats, period in fold(self.events) if folded else ((event, 1, 1) for event in self.events):
             if event is None:
-                lines.append(f"  ... {repeats} more times the {period} lines above, one layer on each time")
+                yield f"  ... {repeats} more times the {period} lines above, one layer on each time"
                 continue
             if event.phase != phase:
                 phase = event.phase
-                lines.append(f"{phase:<50}{'MiB':>9}  {'whole MiB':>9}  in flight")
-            lines.append(_line(event))
-        lines += ["", *self._totals()]
-        return "\n".join(lines)
+                yield f"{phase:<50}{'MiB':>9}  {'whole MiB':>9}  in flight"
+            yield _line(event)
+        yield ""
+        yield from self._totals()
 
     def _totals(self) -> Iterator[str]:
         for kind, count in self.collective_counts.items():
@@ -110,29 +148,15 @@ class Schedule:
                 yield f"{kind}: {count} buckets, {_mib(self.traffic_bytes[kind])} MiB sent by each rank per step"
         yield f"peak of whole parameters: {_mib(self.peak_whole_bytes)} MiB; with communication buffers: {_mib(self.peak_total_bytes)} MiB"
 
+    def diff(self, other: Schedule) -> str:
+        """Return a unified diff of the printed schedules, every event shown: what this one does, and what the other does instead."""
+        here, there = (f"{schedule.backend}, stage {schedule.stage}" for schedule in (self, other))
+        lines = difflib.unified_diff([*self._lines(folded=False)], [*other._lines(folded=False)], here, there, n=2, lineterm="")
+        return "\n".join(lines)
+
     def to_json(self) -> str:
         """Return all fields and events as JSON text."""
         return json.dumps(asdict(self), indent=1)
-
-
-def _numel(param: Param) -> int:
-    count = 1
-    for size in param.shape:
-        count *= size
-    return count
-
-
-def _count(traffic: dict[str, int], counts: dict[str, int], kind: str, params: list[Param], group: Group) -> None:
-    """Add what each rank sends for one bucket."""
-    ranks = group.size
-    sharded = sum(param.whole_bytes for param in params if param.dim is not None)
-    replicated = sum(param.whole_bytes for param in params if param.dim is None)
-    if sharded:
-        traffic[_COLLECTIVES[kind]] += sharded * (ranks - 1) // ranks
-        counts[_COLLECTIVES[kind]] += 1
-    if replicated and kind == "reduce" and ranks > 1:
-        traffic["all_reduce"] += 2 * replicated * (ranks - 1) // ranks
-        counts["all_reduce"] += 1
 
 
 def _line(event: Event) -> str:
@@ -158,7 +182,7 @@ def _events(program: Program, kept_bytes: int) -> Iterator[Event]:
 
     def flush() -> Iterator[Event]:
         if compute:
-            yield Event(phase, "compute", "", _names(compute), 0, tuple(in_flight), whole)
+            yield Event(phase, "compute", "", joined(compute), 0, tuple(in_flight), whole)
         if released:
             members = tuple(index for node in released for index in node.meta["zerofx"].params)
             label = _label(program, Mark("release", members))
@@ -196,15 +220,18 @@ def _is_item(node: Node) -> bool:
     return isinstance(source, Node) and getattr(source.meta.get("zerofx"), "kind", "") in ("gather_wait", "reduce_wait")
 
 
-def _label(program: Program, mark: Mark) -> str:
+def label_of(params: Sequence[Param]) -> str:
     """Name a bucket by its blocks, or by its parameter where it has one."""
-    if len(mark.params) == 1:
-        return program.params[mark.params[0]].name
-    blocks = dict.fromkeys(block_of(program.params[index].name) or "(model)" for index in mark.params)
-    return _names(blocks)
+    if len(params) == 1:
+        return params[0].name
+    return joined(dict.fromkeys(block_of(param.name) or "(model)" for param in params))
 
 
-def _names(blocks: Iterable[str]) -> str:
+def _label(program: Program, mark: Mark) -> str:
+    return label_of([program.params[index] for index in mark.params])
+
+
+def joined(blocks: Iterable[str]) -> str:
     """Join names; a run of more than two neighbouring layers becomes ``h.0 .. h.11``."""
     runs: list[list[str]] = []
     for name in blocks:

@@ -30,7 +30,7 @@ def kept_wholes(model: nn.Module) -> list[Tensor]:
     """Return the whole copies that a rank keeps beside its shards, at stages 1 and 2."""
     binding = binding_of(model)
     assert binding is not None
-    return [whole for whole in binding.runtime.wholes if whole is not None]
+    return [whole for whole in binding.runtime.wholes.copies if whole is not None]
 
 
 def watch_wholes(model: nn.Module, counter: TrafficCounter) -> None:

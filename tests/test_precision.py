@@ -1,0 +1,71 @@
+"""Mixed precision: compute and gathers in another dtype, parameters and gradients in their own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import zerofx
+from tests.ranks import Pool
+from tests.reference import named_differences, whole_gradients, whole_parameters
+from tests.stages import STAGES, at_stage
+
+
+class Classifier(nn.Module):
+    """Floating and integer inputs, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.hidden = nn.Linear(6, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.out = nn.Linear(7, 3)
+
+    def forward(self, tokens: Tensor, features: dict[str, Tensor]) -> Tensor:
+        x = self.embedding(tokens) + features["x"]
+        return self.out(torch.tanh(self.frozen(torch.tanh(self.hidden(x)))))
+
+
+def train_in_bfloat16(rank: int, world: int, backend: str, policy: dict[str, Any]) -> list[str]:
+    """All ranks have the same rows: averaging equal gradients rounds nothing, so one plain bfloat16 model is the exact reference."""
+    torch.manual_seed(0)
+    masters = Classifier()
+    tokens, x = torch.randint(0, 11, (8,)), torch.randn(8, 6)
+    found = []
+    for stage in STAGES:
+        with at_stage(stage):
+            model = zerofx.compile(copy.deepcopy(masters), stage=stage, backend=backend, precision=MixedPrecisionPolicy(**policy))
+            reference = copy.deepcopy(masters)
+            for step in range(2):
+                plain = copy.deepcopy(reference).to(torch.bfloat16)
+                expected = plain(tokens, {"x": x.to(torch.bfloat16)})
+                actual = model(tokens, {"x": x})
+                if actual.dtype is not policy.get("output_dtype", torch.bfloat16):
+                    found.append(f"stage {stage}: output in {actual.dtype}")
+                if not torch.equal(actual.to(torch.bfloat16), expected):
+                    found.append(f"stage {stage}, step {step}: output differs")
+                expected.square().sum().backward()
+                actual.to(torch.bfloat16).square().sum().backward()
+                wanted = {name: None if gradient is None else gradient.float() for name, gradient in whole_gradients(plain).items()}
+                found += named_differences(f"stage {stage}, step {step}: gradient of", whole_gradients(model), wanted)
+                with torch.no_grad():
+                    for name, parameter in reference.named_parameters():
+                        if (gradient := wanted[name]) is not None:
+                            parameter.sub_(gradient, alpha=0.1)
+                torch.optim.SGD(model.parameters(), 0.1).step()
+                model.zero_grad()
+                found += named_differences(f"stage {stage}, step {step}: master", whole_parameters(model), whole_parameters(reference))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "hooks"])
+@pytest.mark.parametrize(
+    "policy",
+    [{"param_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}],
+    ids=["bfloat16", "reduced in float32"],
+)
+def test_bitwise_equal_to_a_plain_bfloat16_model(ranks: Pool, backend: str, policy: dict[str, Any]) -> None:
+    assert ranks.run(train_in_bfloat16, 2, backend, policy) == [[]] * 2

@@ -1,0 +1,108 @@
+"""Gradients of one sharded model: averaged over the ranks, or gathered up whole under ``no_sync``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from zerofx import _torch, collectives
+from zerofx.collectives import Group
+from zerofx.config import Config
+from zerofx.params import Param
+from zerofx.program import Sync
+
+
+class Gradients:
+    """Turns what backwards leave on this rank into DTensors of the parameters' logical shape."""
+
+    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter]) -> None:
+        self._config, self._group, self._params, self._tensors = config, group, params, tensors
+        self.synchronize = True
+        self._kept: dict[int, Tensor] = {}
+        self._specs = [_spec(tensor) for tensor in tensors]
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether a backward now only gathers up whole gradients: stages 0 and 1 under ``no_sync``."""
+        return not self.synchronize and self._config.stage <= 1 and self._group.size > 1
+
+    def sync(self, indices: Sequence[int]) -> Sync:
+        """Return what a backward that gives gradients for these parameters does with them."""
+        if self.keeps_whole:
+            return Sync.KEEP
+        return Sync.REDUCE_KEPT if any(self._has_pending(index) for index in indices) else Sync.REDUCE
+
+    def keep(self, index: int, grad: Tensor) -> None:
+        """Gather up a whole gradient of this backward."""
+        kept = self._kept.get(index)
+        self._kept[index] = grad if kept is None else kept + grad
+
+    def take_pending(self, index: int) -> Tensor | None:
+        """Take the whole gradient that earlier backwards under ``no_sync`` left in ``.grad``."""
+        if not self._has_pending(index):
+            return None
+        tensor = self._tensors[index]
+        assert tensor.grad is not None
+        pending = _torch.local_tensor(tensor.grad)
+        tensor.grad = None
+        return pending
+
+    def _has_pending(self, index: int) -> bool:
+        grad = self._tensors[index].grad
+        return isinstance(grad, DTensor) and grad.placements[0].is_partial()
+
+    def collect(self, locals_: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Turn the padded gradient shards of one forward into DTensors of the parameters' logical shape."""
+        if not self.keeps_whole:
+            locals_ = self._with_leftovers(locals_)
+        found: list[Tensor | None] = []
+        seen: set[int] = set()
+        for index, local in enumerate(locals_):
+            kept = self._kept.pop(index, None)
+            if kept is not None:
+                found.append(self.dtensor(index, kept, Partial("avg")))
+            elif local is None:
+                found.append(None)
+            else:
+                if local.data_ptr() in seen and local.numel():
+                    local = local.clone()  # two parameters with one gradient tensor: an optimizer works in place
+                seen.add(local.data_ptr())
+                found.append(self.dtensor(index, self._unpad(index, local), None))
+        return found
+
+    def _with_leftovers(self, locals_: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Reduce what earlier backwards under ``no_sync`` left for parameters that this one did not use."""
+        result = list(locals_)
+        for index in range(len(result)):
+            if result[index] is None and (pending := self.take_pending(index)) is not None:
+                result[index] = self.reduce(index, pending)
+        return result
+
+    def reduce(self, index: int, grad: Tensor) -> Tensor:
+        """Average one whole gradient over the ranks, outside a compiled graph; return this rank's padded shard."""
+        if self._group.size == 1:
+            return grad.to(self._params[index].dtype)
+        params = [self._params[index]]
+        buffers = collectives.reduce_start([grad], params, self._group, self._config.reduce_dtype)
+        return collectives.reduce_wait(buffers, params, self._group)[0]
+
+    def _unpad(self, index: int, padded: Tensor) -> Tensor:
+        param = self._params[index]
+        if not param.is_padded or param.dim is None:
+            return padded
+        return padded.narrow(param.dim, 0, param.rows(self._group.rank)[1])
+
+    def dtensor(self, index: int, local: Tensor, placement: Placement | None) -> Tensor:
+        """Wrap this rank's part of a parameter's whole; ``placement`` None: cut as the parameter is."""
+        spec = self._specs[index]
+        if placement is not None:
+            spec = _torch.DTensorSpec(spec.mesh, (placement,), tensor_meta=spec.tensor_meta)
+        return DTensor(local, spec, requires_grad=False)
+
+
+def _spec(tensor: Tensor) -> Any:
+    assert isinstance(tensor, DTensor)
+    return tensor._spec

@@ -1,0 +1,231 @@
+"""The eager mode: ZeRO by hooks on every submodule, with no graph. The reference for what compiling buys, and the fallback."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx import _torch
+from zerofx.coordinator import Coordinator
+from zerofx.errors import ZerofxError
+from zerofx.eventlog import EventLog
+from zerofx.reductions import Reductions
+from zerofx.render import Schedule
+from zerofx.runtime import Forward, Runtime
+
+# What an output can hold without hiding a tensor.
+_KNOWN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Pass:
+    """One forward, and what its backward has to know of it."""
+
+    def __init__(self, shards: list[Tensor]) -> None:
+        self.shards = shards
+        self.reads: dict[tuple[int, bool], Tensor] = {}
+        self.callers: Counter[int] = Counter()  # calls of submodules that hold a parameter
+        self.awaiting: dict[int, list[Call]] = {}  # calls whose backward ends no sooner than a parameter's gradient
+
+
+class Call:
+    """One call of a submodule in a forward."""
+
+    def __init__(self, module: nn.Module, within: Pass) -> None:
+        self.module, self.within = module, within
+        self.held: tuple[int, ...] = ()
+        self.inputs = self.inputs_left = 0  # inputs that need a gradient, and those whose gradient is not complete
+        self.awaited: set[int] = set()
+        self.is_active = False
+
+
+class HookedRuntime(Runtime):
+    """Runs a model's forward eagerly; submodules fetch their parameters before they compute and release them after, both ways.
+
+    Source: ZeRO (Rajbhandari et al., 2020), section 7.2; ZeRO-Infinity (2021), section 6.2.
+    """
+
+    def __init__(self, *state: Any) -> None:
+        super().__init__(*state)
+        self._log = EventLog(self.config, self.group, self.params)
+        self._coordinator = Coordinator(self.config, self.group, self.params, self.tensors, self.local_shard, self._log)
+        self._reductions = Reductions(self.config, self.group, self.params, self._log)
+        self._names = {module: name for name, module in self._modules}
+        self._pass = Pass([])
+        self._stack: list[Call] = []
+        self._active: dict[Call, None] = {}  # between their pre-backward and their post-backward
+        self._in_backward = False
+
+    def schedule(self) -> Schedule | None:
+        return self._log.schedule()
+
+    # ---------------------------------------------------------------- forward
+
+    def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with_backward = any(shard.requires_grad for shard in self.shards)
+        self._pass, self._stack, self._in_backward = Pass(self.shards), [], False
+        self._log.begin_forward()
+        self._coordinator.begin_forward(with_backward=with_backward)
+        try:
+            result = self._call(plain, module, args, kwargs)
+        except BaseException:
+            self._coordinator.abandon()
+            raise
+        self._coordinator.end_forward(with_backward=with_backward)
+        return result
+
+    def submodule(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a submodule between its hooks; outside of the model's forward and backward, run it plainly."""
+        plain = type(module)._zerofx_key[0].forward  # type: ignore[attr-defined]
+        if self.inside or not self._in_backward:
+            return self._call(plain, module, args, kwargs) if self.inside else plain(module, *args, **kwargs)
+        self.inside = True  # activation checkpointing computes a submodule again
+        try:
+            return self._call(plain, module, args, kwargs)
+        finally:
+            self.inside = False
+
+    def _call(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call(module, self._pass)
+        call.held = self._coordinator.fetch_sub_module(module)
+        self._log.compute(self._names[module])
+        self._watch_inputs(call, args, kwargs)
+        self._stack.append(call)
+        result = plain(module, *args, **kwargs)
+        self._stack.pop()
+        call.within.callers.update(call.held)
+        self._watch_outputs(call, result)
+        self._coordinator.release_sub_module(call.held)
+        call.held = ()
+        return result
+
+    def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.held and torch.is_grad_enabled():
+            hook = functools.partial(self._input_grad, call)
+            for tensor in _torch.tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(hook)
+                    call.inputs += 1
+
+    def _watch_outputs(self, call: Call, result: Any) -> None:
+        """Let a backward fetch before it enters a submodule: by its outputs, and by what it stored on itself."""
+        is_root = not self._stack  # where every backward begins
+        if not (call.held or is_root) or not torch.is_grad_enabled():
+            return
+        hook = functools.partial(self._pre_backward, call)
+        leaves = [result] if isinstance(result, Tensor) else _torch.tree_leaves(result)
+        for leaf in list(leaves):
+            if not isinstance(leaf, _KNOWN) and hasattr(leaf, "__dict__"):
+                leaves.remove(leaf)
+                leaves.extend(vars(leaf).values())
+        hidden = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
+        if hidden is not None:
+            self._coordinator.keep(call.held, f"{self._names[call.module] or 'the model'} returns a {type(hidden).__qualname__}")
+        for leaf in [*leaves, *vars(call.module).values()]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(hook)
+
+    def read(self, index: int) -> Tensor:
+        if self._stack and not self._coordinator.is_held(index):
+            call = self._stack[-1]
+            call.held += self._coordinator.fetch_external(call.module, index)
+        key = index, torch.is_grad_enabled()
+        found = self._pass.reads.get(key)
+        if found is None:
+            found = self._pass.reads[key] = _Unshard.apply(self, self._pass.awaiting, index, self._pass.shards[index])  # type: ignore[no-untyped-call]
+        return found
+
+    def value(self, index: int, shard: Tensor) -> Tensor:
+        """Return the whole value of a parameter that is there, or arrives now."""
+        copy = self.wholes.copies[index]
+        if copy is not None:
+            self.wholes.arrive(index)
+            return copy.detach()
+        whole = self._coordinator.whole(index)
+        return shard.detach().to(self.params[index].compute_dtype) if whole is None else whole.detach()
+
+    # ---------------------------------------------------------------- backward
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._log.begin_backward()
+            self._coordinator.begin_backward()
+            _torch.at_end_of_backward(self._end_backward)
+
+    def _pre_backward(self, call: Call, grad: Tensor) -> None:
+        """Fetch what a submodule holds before its backward: called with the gradient of one of its outputs."""
+        if call.is_active:
+            return
+        if torch.is_grad_enabled():
+            raise ZerofxError(
+                "a backward with create_graph=True is not supported",
+                where=f"{self._names[call.module] or 'the model'}, before its backward",
+                why="a second backward would read parameters that were released",
+                remedy="take second derivatives of a model that zerofx has not sharded",
+            )
+        self._begin_backward()
+        self._pass = call.within
+        call.is_active, call.inputs_left = True, call.inputs
+        call.held = self._coordinator.fetch_sub_module(call.module)
+        self._log.compute(self._names[call.module])
+        self._active[call] = None
+        # the gradient of a parameter that several calls share is complete only after the last of them
+        call.awaited = {
+            index for index in call.held if self.tensors[index].requires_grad and (call.within.callers[index] == 1 or not call.inputs)
+        }
+        for index in call.awaited:
+            call.within.awaiting.setdefault(index, []).append(call)
+
+    def _input_grad(self, call: Call, grad: Tensor) -> None:
+        call.inputs_left -= 1
+        self._post_backward(call)
+
+    def _post_backward(self, call: Call) -> None:
+        """Release what a submodule holds once the gradients of its inputs and of its own parameters are complete."""
+        if call.is_active and call.inputs_left <= 0 and not call.awaited:
+            del self._active[call]
+            call.is_active = False
+            self._coordinator.release_sub_module(call.held)
+
+    def arrived(self, awaiting: dict[int, list[Call]], index: int, grad: Tensor) -> None:
+        """Take the whole gradient of a parameter, complete for one forward: release, and reduce."""
+        self._begin_backward()
+        for call in awaiting.pop(index, ()):
+            call.awaited.discard(index)
+            self._post_backward(call)
+        if self.gradients.keeps_whole:
+            self.gradients.keep(index, grad)
+            return
+        pending = self.gradients.take_pending(index)
+        self._reductions.add(index, grad if pending is None else pending + grad)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for call in self._active:
+            call.is_active = False
+            call.within.awaiting.clear()
+        self._active.clear()
+        self._coordinator.end_backward()
+
+    def collect(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        reduced = self._reductions.finish()
+        return super().collect([reduced.get(index, grad) for index, grad in enumerate(grads)])
+
+
+class _Unshard(torch.autograd.Function):
+    """A whole parameter, read once in each forward: its backward gets the sum of the gradients of all its uses."""
+
+    @staticmethod
+    def forward(ctx: Any, runtime: HookedRuntime, awaiting: dict[int, list[Call]], index: int, shard: Tensor) -> Tensor:
+        ctx.runtime, ctx.awaiting, ctx.index = runtime, awaiting, index
+        return runtime.value(index, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        ctx.runtime.arrived(ctx.awaiting, ctx.index, grad)
+        return None, None, None, None

@@ -1,0 +1,90 @@
+"""Whole copies of parameters that outlive a step (stages 1 and 2), and the gathers that refresh them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zerofx import _torch, collectives
+from zerofx.collectives import Group, Refresh
+from zerofx.config import Config
+from zerofx.params import Param, block_of
+
+
+class Arrivals:
+    """Refreshes of whole copies in flight, by bucket; a lowered graph waits for each where it first reads it."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, Refresh] = {}
+
+    def launch(self, bucket: int, refresh: Refresh) -> None:
+        self._pending[bucket] = refresh
+
+    def wait(self, bucket: int) -> None:
+        refresh = self._pending.pop(bucket, None)
+        if refresh is not None:
+            refresh.wait()
+
+    def finish(self) -> None:
+        """Wait for whatever the forward did not read."""
+        for bucket in list(self._pending):
+            self.wait(bucket)
+
+
+class WholeCopies:
+    """The whole copy of each sharded parameter, None where the stage keeps none; gathered anew only when its shard changed."""
+
+    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter]) -> None:
+        self._config, self._group, self._params, self._tensors = config, group, params, tensors
+        self.arrivals = Arrivals()
+        self.copies: list[Tensor | None] = self._new_copies()
+        self.buckets = self._bucket()
+        self._versions = [-1] * len(params)
+
+    def _new_copies(self) -> list[Tensor | None]:
+        if self._config.stage not in (1, 2):
+            return [None] * len(self._params)
+        return [
+            None if param.dim is None else collectives.new_whole(param, _torch.local_tensor(tensor).device)
+            for param, tensor in zip(self._params, self._tensors, strict=True)
+        ]
+
+    def _bucket(self) -> tuple[tuple[int, ...], ...]:
+        """Bucket the whole copies by block, in registration order: the same for every graph of the model."""
+        buckets: list[list[Param]] = []
+        for param, whole in zip(self._params, self.copies, strict=True):
+            if whole is None:
+                continue
+            size = sum(other.whole_bytes for other in buckets[-1]) if buckets else 0
+            joins = buckets and (size < self._config.bucket_min_bytes or block_of(buckets[-1][0].name) == block_of(param.name))
+            if not joins or size + param.whole_bytes > self._config.bucket_max_bytes:
+                buckets.append([])
+            buckets[-1].append(param)
+        return tuple(tuple(param.index for param in bucket) for bucket in buckets)
+
+    def refresh(self, shards: Sequence[Tensor]) -> None:
+        """Launch the gathers of buckets whose shards changed since their last gather, in layer order."""
+        for bucket, members in enumerate(self.buckets):
+            versions = [version_of(self._tensors[index]) for index in members]
+            if versions == [self._versions[index] for index in members]:
+                continue
+            params = [self._params[index] for index in members]
+            wholes = [whole for index in members if (whole := self.copies[index]) is not None]
+            with torch.no_grad():
+                sent = [shards[index].detach() for index in members]
+                self.arrivals.launch(bucket, collectives.refresh_start(wholes, sent, params, self._group))
+            for index, version in zip(members, versions, strict=True):
+                self._versions[index] = version
+
+    def arrive(self, index: int) -> None:
+        """Wait for the whole copy of one parameter, outside a compiled graph."""
+        for bucket, members in enumerate(self.buckets):
+            if index in members:
+                self.arrivals.wait(bucket)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count the in-place changes: optimizers change the DTensor, whose local tensor does not notice; loaders may change the local."""
+    return tensor._version + _torch.local_tensor(tensor)._version
