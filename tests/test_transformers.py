@@ -21,8 +21,9 @@ from transformers import (
 
 from tests.models import Batch, Case
 from tests.ranks import Pool
-from tests.reference import FP32_TOLERANCE, FP64_TOLERANCE, Trace, differences, momentum, train
-from tests.stages import STAGES, at_stage, compiled
+from tests.reference import FP32_TOLERANCE, FP64_TOLERANCE, Trace, differences, drift, momentum, train
+from tests.stages import STAGES, TIGHT, at_stage, compiled
+from zerofx.config import Config
 
 VOCABULARY = 37
 STEPS = 2
@@ -76,13 +77,16 @@ def case_of(build: Callable[[], nn.Module]) -> Case:
 CASES = {build.__name__: case_of(build) for build in (gpt2, llama, mixtral, bert, t5)}
 
 
-def train_at_stages(rank: int, world: int, name: str, stages: tuple[int, ...]) -> list[Trace]:
+def train_at_stages(rank: int, world: int, name: str, stages: tuple[int, ...]) -> list[tuple[Trace, Trace]]:
+    """At each stage, the traces of the compiled and of the eager mode."""
     case = CASES[name]
-    traces = []
+    pairs = []
     for stage in stages:
         with at_stage(stage):
-            traces.append(train(compiled(case, stage), case, rank, world, steps=STEPS, make_optimizer=momentum))
-    return traces
+            models = compiled(case, stage), compiled(case, stage, config=Config(stage=stage, backend="hooks", hooks=TIGHT))
+            first, second = (train(model, case, rank, world, steps=STEPS, make_optimizer=momentum) for model in models)
+            pairs.append((first, second))
+    return pairs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,6 +97,9 @@ def test_trains_as_in_one_process(ranks: Pool, name: str) -> None:
     expected = train(case.model(), case, steps=STEPS, make_optimizer=momentum)
     tolerance = FP32_TOLERANCE if case.dtype is torch.float32 else FP64_TOLERANCE
     by_rank = ranks.run(train_at_stages, 2, name, stages)
-    for stage, traces in zip(stages, zip(*by_rank, strict=True), strict=True):
+    for stage, pairs in zip(stages, zip(*by_rank, strict=True), strict=True):
+        traces = [trace for trace, _ in pairs]
         # The library computes the loss itself in fp32.
         assert differences(traces, expected, tolerance, loss_tolerance=FP32_TOLERANCE) == [], f"stage {stage}"
+        for pair in pairs:
+            assert drift(list(pair)) == [], f"stage {stage}, hooks"

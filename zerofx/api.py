@@ -281,7 +281,7 @@ def _install(
     state = kind(settings, mesh, group, params, tensors, tuple(model.named_modules()))
     inner = "submodule" if settings.backend == "hooks" else None
     for module, indices in own.items():
-        if indices or module is model:
+        if indices or module is model or inner is not None:
             bind(module, Binding(state, indices), "forward" if module is model else inner)
     state.watch()
 

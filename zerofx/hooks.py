@@ -22,6 +22,19 @@ from zerofx.runtime import Forward, Runtime
 _KNOWN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
+def _leaves(value: Any) -> list[Any]:
+    """Return what nested outputs hold, attributes of plain objects included."""
+    found, seen, left = [], set(), _torch.tree_leaves(value)
+    while left:
+        leaf = left.pop()
+        if isinstance(leaf, _KNOWN) or not hasattr(leaf, "__dict__"):
+            found.append(leaf)
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            left.extend(_torch.tree_leaves(vars(leaf)))
+    return found
+
+
 class Pass:
     """One forward, and what its backward has to know of it."""
 
@@ -117,13 +130,9 @@ class HookedRuntime(Runtime):
         if not (call.held or is_root) or not torch.is_grad_enabled():
             return
         hook = functools.partial(self._pre_backward, call)
-        leaves = [result] if isinstance(result, Tensor) else _torch.tree_leaves(result)
-        for leaf in list(leaves):
-            if not isinstance(leaf, _KNOWN) and hasattr(leaf, "__dict__"):
-                leaves.remove(leaf)
-                leaves.extend(vars(leaf).values())
+        leaves = [result] if isinstance(result, Tensor) else _leaves(result)
         hidden = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
-        if hidden is not None:
+        if hidden is not None and call.held:
             self._coordinator.keep(call.held, f"{self._names[call.module] or 'the model'} returns a {type(hidden).__qualname__}")
         for leaf in [*leaves, *vars(call.module).values()]:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
