@@ -72,6 +72,7 @@ def train(
     steps: int = 3,
     rows: Callable[[int], int] = lambda step: ROWS,
     make_optimizer: MakeOptimizer = sgd,
+    after_backward: Callable[[nn.Module], object] = lambda model: None,
 ) -> Trace:
     """Train on this rank's rows of each step's batch. With world 1 and a plain model this is the reference."""
     optimizer = make_optimizer(model, case.learning_rate)
@@ -79,6 +80,7 @@ def train(
     for step in range(steps):
         batch = case.batch(step, rows(step)).part(rank, world)
         trace.losses.append(backward(model, case, batch, world))
+        after_backward(model)
         trace.gradients.append(whole_gradients(model))
         optimizer.step()
         optimizer.zero_grad()

@@ -15,7 +15,6 @@ from tests.reference import (
     MakeOptimizer,
     Trace,
     adamw,
-    backward,
     difference,
     differences,
     drift,
@@ -24,7 +23,6 @@ from tests.reference import (
     sgd,
     train,
     whole_gradients,
-    whole_parameters,
 )
 from tests.stages import STAGES, at_stage, compiled
 
@@ -114,24 +112,10 @@ def test_inductor_trains_gpt(ranks: Pool) -> None:
     assert differences(traces, expected, FP32_TOLERANCE) == []
 
 
-def averaged_by_hand(model: nn.Module, case: Case, rank: int, world: int, steps: int) -> Trace:
-    """Train a whole copy on this rank's rows, averaging its gradients: for what each rank does on its own, such as buffers."""
-    optimizer = sgd(model, case.learning_rate)
-    trace = Trace()
-    for step in range(steps):
-        trace.losses.append(backward(model, case, case.batch(step).part(rank, world), world))
-        averaged({name: parameter.grad for name, parameter in model.named_parameters()}, world)
-        trace.gradients.append(whole_gradients(model))
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.parameters.append(whole_parameters(model))
-    trace.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return trace
-
-
 def compare_with_average_by_hand(rank: int, world: int, name: str, tolerance: float) -> list[str]:
     case = case_named(name)
-    expected = averaged_by_hand(case.model(), case, rank, world, steps=3)
+    # A whole copy on this rank's rows: for what each rank does on its own, such as buffers.
+    expected = train(case.model(), case, rank, world, after_backward=lambda model: averaged(gradients(model), world))
     found = []
     for stage in STAGES:
         with at_stage(stage):
@@ -155,6 +139,10 @@ def test_changed_buffers_are_those_of_each_rank(ranks: Pool, world: int) -> None
 
 def test_batch_norm(ranks: Pool) -> None:
     assert ranks.run(compare_with_average_by_hand, 2, NORMALISED.name, FP32_TOLERANCE) == [[]] * 2
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def averaged(gradients: dict[str, Tensor | None], world: int) -> dict[str, Tensor | None]:
