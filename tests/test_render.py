@@ -12,9 +12,9 @@ from torch._inductor.utils import run_and_get_code
 import zerofx
 from tests.programs import TiedStack, compilation, compiled, fake_ranks, stack
 from zerofx.config import Config
+from zerofx.events import Event, fold
 from zerofx.program import Program
 from zerofx.regions import is_boundary, is_collective
-from zerofx.render import Event, fold
 
 GOLDEN = Path(__file__).parent / "golden"
 

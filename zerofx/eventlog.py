@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from zerofx.collectives import Group
 from zerofx.config import Config
+from zerofx.events import Event
 from zerofx.params import Param, block_of
-from zerofx.render import Event, Schedule, Tally, joined, label_of
+from zerofx.render import Schedule, Tally, joined, label_of
 
 
 @dataclass(slots=True)
