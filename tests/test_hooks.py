@@ -6,6 +6,7 @@ import inspect
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from tests.reference import MakeOptimizer, Trace, drift, named_differences, sgd,
 from tests.stages import STAGES, TIGHT, at_stage, compiled
 from zerofx.config import Config, HookLimits
 from zerofx.errors import ConfigError, ZerofxError
+
+# Nothing is fetched ahead or kept, whatever its size.
+NOTHING = HookLimits(prefetch_elements=0, max_live_elements=0, max_reuse_distance_elements=0, persistence_threshold_elements=0)
 
 
 def train_both_ways(
@@ -226,3 +230,145 @@ def test_what_needs_a_graph_is_refused(field: str, value: object) -> None:
 def test_limits_are_counts() -> None:
     with pytest.raises(ConfigError, match="whole number"):
         HookLimits(prefetch_elements=-1)
+
+
+class Positions(nn.Module):
+    """Returns a view of its own parameter."""
+
+    def __init__(self, rows: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(rows, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[: x.shape[0]]
+
+
+class Attributes(dict):  # type: ignore[type-arg]
+    """A dict that pytree does not know."""
+
+
+class Base:
+    __slots__ = ("value",)
+
+
+class Slotted(Base):
+    """A tensor in a slot of the base, and a __dict__ of its own."""
+
+
+class Wraps(nn.Module):
+    """Returns its output in another form each time."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.scale, self.kind = nn.Linear(6, 6), nn.Parameter(torch.ones(6)), kind
+
+    def forward(self, x: Tensor) -> Any:
+        value = self.linear(x) * self.scale
+        if self.kind == "dict":
+            return Attributes(value=value)
+        if self.kind == "slots":
+            made = Slotted()
+            made.value = value
+            return made
+        return lambda: value  # nobody can look into a closure
+
+    def unwrap(self, wrapped: Any) -> Tensor:
+        found: Tensor = wrapped["value"] if self.kind == "dict" else wrapped.value if self.kind == "slots" else wrapped()
+        return found
+
+
+class Aux(nn.Module):
+    """Called twice, with a branch that begins at its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.second + (self.first @ self.first).tanh() @ self.second
+
+
+class Awkward(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.positions, self.wraps, self.aux = Positions(), Wraps(kind), Aux()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh() * self.positions(x)
+        x = self.wraps.unwrap(self.wraps(x))
+        y, _ = self.attention(x[None], x[None], x[None], need_weights=False)
+        y = torch.relu_(y)[0]  # an in-place write into a view
+        return self.out(self.aux(y) + self.aux(y.sin()))
+
+
+def train_awkwardly(rank: int, world: int, kind: str, limits: HookLimits) -> list[str]:
+    torch.manual_seed(0)
+    plain = Awkward(kind)
+    model = zerofx.compile(copy.deepcopy(plain), config=Config(backend="hooks", hooks=limits))
+    warnings.filterwarnings("ignore", "zerofx hooks: .* returns a function, in which tensors may hide")
+    found = []
+    x = torch.randn(6, 6, requires_grad=True)
+    for step in range(3):
+        for trained in (plain, model):
+            trained.zero_grad()
+            trained(x).square().sum().backward()
+            torch.optim.SGD(trained.parameters(), 0.01, foreach=step == 1).step()
+        found += named_differences(f"step {step}:", whole_gradients(model), whole_gradients(plain))
+    if x._backward_hooks:
+        found.append("hooks pile up on an input")
+    return found
+
+
+@pytest.mark.parametrize("limits", [HookLimits(), TIGHT, NOTHING], ids=["default", "tight", "nothing"])
+@pytest.mark.parametrize("kind", ["dict", "slots", "closure"])
+def test_awkward_modules(ranks: Pool, kind: str, limits: HookLimits) -> None:
+    assert ranks.run(train_awkwardly, 2, kind, limits) == [[]] * 2
+
+
+class Raises(torch.autograd.Function):
+    """A backward that fails when told to."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Raises.fails:
+            raise KeyError("in the middle of a backward")
+        return grad
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(Raises.apply(torch.tanh(self.first(x))))))
+
+
+def train_through_a_failing_backward(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    plain = Chain()
+    x, found = torch.randn(4, 6), []
+    for stage in STAGES:
+        with at_stage(stage):
+            model = zerofx.compile(copy.deepcopy(plain), config=Config(stage=stage, backend="hooks", hooks=TIGHT))
+            for step in range(3):
+                Raises.fails = step == 1
+                for trained in (plain, model):
+                    trained.zero_grad()
+                    with contextlib.suppress(KeyError):
+                        trained(x).square().sum().backward()
+                if step != 1:
+                    found += named_differences(f"stage {stage}, step {step}:", whole_gradients(model), whole_gradients(plain))
+    return found
+
+
+def test_a_backward_that_raised_leaves_nothing_behind(ranks: Pool) -> None:
+    assert ranks.run(train_through_a_failing_backward, 2) == [[]] * 2

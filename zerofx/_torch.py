@@ -29,7 +29,6 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
 # Every leaf of nested inputs and outputs, registered types of other libraries included; no public name yet.
 from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Skips autograd's dispatch in code that is already a backward, or that AOTAutograd made a forward of.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -45,6 +44,26 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Give a DTensor another local tensor of the same shape; there is no public way to move its storage."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
+
+
+def apply_to_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Map the tensors of nested inputs, dataclasses included, as torch's own data parallels cast them."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(function, value)
+
+
+def kept_saved_tensors() -> Any:
+    """Trace so that a backward may run again (retain_graph); AOTAutograd would else let graphs write into saved tensors."""
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(donated_buffer=False)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether someone beside the caller's own Python reference holds a tensor; autograd decides by it whether to copy a gradient."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count > 1
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

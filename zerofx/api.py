@@ -160,6 +160,25 @@ def _check_model(model: nn.Module) -> torch.device:
         )
     if not named:
         raise ShardingError("the model has no parameters", where=where, why="there is nothing to shard", remedy="run it as it is")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShardingError(
+                f"{name or 'the model'} is a ScriptModule",
+                where=where,
+                why="its code is compiled already, and reads parameters that cannot be replaced by shards",
+                remedy="pass the module that it was scripted from",
+            )
+    owners: dict[tuple[int, int], str] = {}
+    for name, param in named:
+        if param.layout is torch.strided and param.numel() and not param.is_meta and type(param) is nn.Parameter:
+            other = owners.setdefault((param.data_ptr(), param.numel()), name)
+            if other != name:
+                raise ShardingError(
+                    f"{other} and {name} are two parameters in the same memory",
+                    where=where,
+                    why="each would get a shard and an optimizer state of its own, and they would no longer be tied",
+                    remedy="tie them as one parameter (b.weight = a.weight) before zerofx.compile",
+                )
     tensors = [*named, *model.named_buffers()]
     meta = [name for name, tensor in tensors if tensor.is_meta]
     if meta:
@@ -277,6 +296,9 @@ def _install(
     for module in model.modules():
         own[module] = {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None}
         module._parameters.update({name: tensors[index] for name, index in own[module].items()})
+        for name, value in vars(module).items():
+            if not name.startswith("_") or name == "_flat_weights":
+                vars(module)[name] = _rebound(value, index_of, tensors)
     kind = HookedRuntime if settings.backend == "hooks" else CompiledRuntime
     state = kind(settings, mesh, group, params, tensors, tuple(model.named_modules()))
     inner = "submodule" if settings.backend == "hooks" else None
@@ -284,6 +306,19 @@ def _install(
         if indices or module is model or inner is not None:
             bind(module, Binding(state, indices), "forward" if module is model else inner)
     state.watch()
+
+
+def _rebound(value: Any, index_of: dict[nn.Parameter, int], tensors: list[nn.Parameter]) -> Any:
+    """Replace parameters by their shards in the plain containers that a module keeps them in, so that none computes with a stale one."""
+    if isinstance(value, nn.Parameter):
+        return tensors[index_of[value]] if value in index_of else value
+    if type(value) is list:
+        value[:] = [_rebound(item, index_of, tensors) for item in value]
+    elif type(value) is dict:
+        value.update({key: _rebound(item, index_of, tensors) for key, item in value.items()})
+    elif type(value) is tuple:
+        return tuple(_rebound(item, index_of, tensors) for item in value)
+    return value
 
 
 def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -> nn.Parameter:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zerofx import _torch
+from zerofx import _torch, ops
 from zerofx.errors import MemoryLimitError, ZerofxError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
 from zerofx.program import Level, Phase, Program, Sync, results_of
 from zerofx.regions import Compiler
 from zerofx.render import Schedule
-from zerofx.runtime import Forward, Runtime
+from zerofx.runtime import Forward, Runtime, in_place_error
 from zerofx.tape import Tape
 
 # A model whose blocks break the graph compiles each block once; beyond this, Dynamo runs the rest uncompiled.
@@ -51,18 +51,27 @@ class Backend:
         self.compiler = Compiler()
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._check_writes(gm)
         inductor = self.runtime.config.backend == "inductor"
         tracing = _Tracing(self, Compilation())
-        compiled = _torch.aot_autograd(
-            fw_compiler=tracing.forward,
-            bw_compiler=tracing.backward,
-            inference_compiler=tracing.inference,
-            partition_fn=tracing.partition,
-            decompositions=_torch.inductor_decompositions() if inductor else {},
-            keep_inference_input_mutations=True,
-        )(gm, inputs)
+        with _torch.kept_saved_tensors():
+            compiled = _torch.aot_autograd(
+                fw_compiler=tracing.forward,
+                bw_compiler=tracing.backward,
+                inference_compiler=tracing.inference,
+                partition_fn=tracing.partition,
+                decompositions=_torch.inductor_decompositions() if inductor else {},
+                keep_inference_input_mutations=True,
+            )(gm, inputs)
         self.runtime.compilations.append(tracing.compilation)
         return compiled
+
+    def _check_writes(self, gm: GraphModule) -> None:
+        """Refuse a graph that writes into a parameter: tracing ran it on fake tensors, whose versions tell."""
+        for node in gm.graph.nodes:
+            value = node.meta.get("example_value")
+            if node.target in (torch.ops.zerofx.unshard, ops.UNSHARD) and value is not None and value._version:
+                raise in_place_error(self.runtime.params[node.args[2]])
 
     def program(self, module: GraphModule, phase: Phase) -> Program:
         """Wrap a traced graph with the facts of the model."""

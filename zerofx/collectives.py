@@ -36,6 +36,9 @@ class Transport:
 TRANSPORTS = {"gloo": Transport("all_to_all", 128 * 2**10), "nccl": Transport("reduce_scatter", 2**63)}
 
 
+_NARROW = (torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The ranks that share one model. ``name`` is c10d's; empty for a single rank without a process group."""
@@ -224,6 +227,8 @@ def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group,
         cast = [grads[position] if dtype is None else grads[position].to(dtype) for position in chunk]
         if params[chunk[0]].dim is None:
             packed = _cat([grad.reshape(-1) for grad in cast], 0)
+            if packed.dtype in _NARROW and group.size > 1:
+                packed = packed / group.size  # the sum of all ranks may not fit
             buffers.append(torch.ops._c10d_functional.all_reduce(packed, "sum", group.name) if group.size > 1 else packed)
             continue
         padded = [_with_padding(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
@@ -246,9 +251,10 @@ def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
         total = torch.ops._c10d_functional.wait_tensor(buffer) if group.size > 1 else buffer
         if params[chunk[0]].dim is not None and group.transport.reduce != "reduce_scatter":
             # narrow types add in fp32: one rounding, whatever the number of ranks
-            wide = torch.float32 if total.dtype in (torch.bfloat16, torch.float16) else total.dtype
+            wide = torch.float32 if total.dtype in _NARROW else total.dtype
             total = total.unflatten(0, (group.size, -1)).sum(0, dtype=wide)
-        mean = (total.to(params[chunk[0]].dtype) / group.size) if group.size > 1 else total.to(params[chunk[0]].dtype)
+        divided = group.size == 1 or (params[chunk[0]].dim is None and total.dtype in _NARROW)
+        mean = total.to(params[chunk[0]].dtype) if divided else total.to(params[chunk[0]].dtype) / group.size
         sizes = [params[position].shard_numel for position in chunk]
         parts = [mean] if len(chunk) == 1 else mean.view(-1).split(sizes)
         for position, part in zip(chunk, parts, strict=True):

@@ -17,7 +17,7 @@ from zerofx.config import Config
 from zerofx.eventlog import EventLog
 from zerofx.params import Param
 from zerofx.trace import Route, Trace
-from zerofx.wholes import version_of
+from zerofx.wholes import Versions
 
 
 class Whole:
@@ -63,11 +63,12 @@ class Coordinator:
         group: Group,
         params: tuple[Param, ...],
         tensors: list[nn.Parameter],
+        versions: Versions,
         local_shard: Callable[[int], Tensor],
         log: EventLog,
     ) -> None:
-        self._limits, self._group, self._params, self._tensors = config.hooks, group, params, tensors
-        self._local_shard, self._log = local_shard, log
+        self._limits, self._group, self._params = config.hooks, group, params
+        self._versions, self._local_shard, self._log = versions, local_shard, log
         sharded = [param for param in params if config.stage == 3 and param.dim is not None]
         self._wholes = {param.index: Whole(param, _torch.local_tensor(tensors[param.index]).device) for param in sharded}
         self._numel = [math.prod(param.padded_shape) for param in params]
@@ -100,7 +101,7 @@ class Coordinator:
     def begin_forward(self, *, with_backward: bool) -> None:
         """Start a forward: drop what is stale or was left over, and launch the small parameters that stay."""
         self._users = [0] * len(self._params)  # a forward or backward that raised released nothing
-        self._drop(index for index in sorted(self._present) if self._wholes[index].version != version_of(self._tensors[index]))
+        self._drop(index for index in sorted(self._present) if self._wholes[index].version != self._versions.of(index))
         if not self._flights:
             self._launched = 0  # numbers name what is in flight
         self._launch(sorted(self._persistent))
@@ -167,14 +168,13 @@ class Coordinator:
         self._launch([index])
         return self._hold([index])
 
-    def keep(self, held: Sequence[int], what: str) -> None:
-        """Keep parameters whole from now on: a backward could enter their submodule unseen, and must find them."""
+    def keep(self, held: Sequence[int], what: str, remedy: str) -> None:
+        """Keep parameters whole from now on: somebody could use them unseen, and must find them."""
         fresh = [index for index in held if index not in self._persistent]
         if fresh:
             self._persistent.update(fresh)
             names = ", ".join(self._params[index].name for index in fresh)
-            text = f"zerofx hooks: {what}, in which tensors may hide; {names} stay whole. Return tensors in tuples, lists or dicts instead"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(f"zerofx hooks: {what}; {names} stay whole until updated. To release them, {remedy}", stacklevel=2)
 
     def release_sub_module(self, held: Sequence[int]) -> None:
         """Free what a submodule held, except what others hold, what persists, and what is used again soon."""
@@ -219,7 +219,7 @@ class Coordinator:
         params, wholes = [self._params[index] for index in missing], [self._wholes[index] for index in missing]
         for index, whole in zip(missing, wholes, strict=True):
             whole.allocate()
-            version = version_of(self._tensors[index])
+            version = self._versions.of(index)
             if whole.version not in (-1, version):
                 torch.autograd.graph.increment_version([whole.tensor])  # a graph that saved the old value must not use this one
             whole.version = version

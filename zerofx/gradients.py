@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement
 
@@ -29,6 +30,10 @@ class Gradients:
         """Whether a backward now only gathers up whole gradients: stages 0 and 1 under ``no_sync``."""
         return not self.synchronize and self._config.stage <= 1 and self._group.size > 1
 
+    def forget(self) -> None:
+        """Drop what a backward that raised left behind."""
+        self._kept.clear()
+
     def sync(self, indices: Sequence[int]) -> Sync:
         """Return what a backward that gives gradients for these parameters does with them."""
         if self.keeps_whole:
@@ -38,7 +43,7 @@ class Gradients:
     def keep(self, index: int, grad: Tensor) -> None:
         """Gather up a whole gradient of this backward."""
         kept = self._kept.get(index)
-        self._kept[index] = grad if kept is None else kept + grad
+        self._kept[index] = owned(grad) if kept is None else kept + grad
 
     def take_pending(self, index: int) -> Tensor | None:
         """Take the whole gradient that earlier backwards under ``no_sync`` left in ``.grad``."""
@@ -59,7 +64,6 @@ class Gradients:
         if not self.keeps_whole:
             locals_ = self._with_leftovers(locals_)
         found: list[Tensor | None] = []
-        seen: set[int] = set()
         for index, local in enumerate(locals_):
             kept = self._kept.pop(index, None)
             if kept is not None:
@@ -67,10 +71,7 @@ class Gradients:
             elif local is None:
                 found.append(None)
             else:
-                if local.data_ptr() in seen and local.numel():
-                    local = local.clone()  # two parameters with one gradient tensor: an optimizer works in place
-                seen.add(local.data_ptr())
-                found.append(self.dtensor(index, self._unpad(index, local), None))
+                found.append(self.dtensor(index, self._unpad(index, owned(local)), None))
         return found
 
     def _with_leftovers(self, locals_: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -106,3 +107,8 @@ class Gradients:
 def _spec(tensor: Tensor) -> Any:
     assert isinstance(tensor, DTensor)
     return tensor._spec
+
+
+def owned(grad: Tensor) -> Tensor:
+    """Return a gradient that nobody else holds, dense in memory: what users accumulate into and optimizers change in place."""
+    return grad if grad.is_contiguous() and not _torch.is_shared(grad) else grad.clone(memory_format=torch.contiguous_format)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,38 @@ _KNOWN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torc
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return what nested outputs hold, attributes of plain objects included."""
+    """Return what nested outputs hold, the items and attributes of plain objects included; what cannot be searched is a leaf."""
     found, seen, left = [], set(), _torch.tree_leaves(value)
     while left:
         leaf = left.pop()
-        if isinstance(leaf, _KNOWN) or not hasattr(leaf, "__dict__"):
+        inner = None if isinstance(leaf, _KNOWN) else _inside(leaf)
+        if inner is None:
             found.append(leaf)
         elif id(leaf) not in seen:
             seen.add(id(leaf))
-            left.extend(_torch.tree_leaves(vars(leaf)))
+            left.extend(_torch.tree_leaves(inner))
     return found
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """Return what a plain object or a container holds; None where nothing can be known."""
+    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+    is_container = isinstance(value, Mapping | list | tuple | set | frozenset)
+    if callable(value) or not (is_container or slots or hasattr(value, "__dict__")):
+        return None
+    items = [] if not is_container else list(value.values()) if isinstance(value, Mapping) else list(value)
+    attributes = [getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)]
+    return [*items, *attributes, *getattr(value, "__dict__", {}).values()]
+
+
+def _entry(tensor: Tensor) -> Any:
+    """Return the graph node by which a backward enters what made a tensor, before that needs anything; None for a leaf.
+
+    A view's own node is replaced when the view is written into; the node behind its base stays.
+    """
+    base = tensor._base
+    node = tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
+    return None if isinstance(node, _Unshard._backward_cls) else node
 
 
 class Pass:
@@ -65,7 +87,7 @@ class HookedRuntime(Runtime):
     def __init__(self, *state: Any) -> None:
         super().__init__(*state)
         self._log = EventLog(self.config, self.group, self.params)
-        self._coordinator = Coordinator(self.config, self.group, self.params, self.tensors, self.local_shard, self._log)
+        self._coordinator = Coordinator(self.config, self.group, self.params, self.tensors, self.versions, self.local_shard, self._log)
         self._reductions = Reductions(self.config, self.group, self.params, self._log)
         self._names = {module: name for name, module in self._modules}
         self._pass = Pass([])
@@ -81,6 +103,8 @@ class HookedRuntime(Runtime):
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with_backward = any(shard.requires_grad for shard in self.shards)
         self._pass, self._stack, self._in_backward = Pass(self.shards), [], False
+        self._reductions.forget()
+        self._active.clear()
         self._log.begin_forward()
         self._coordinator.begin_forward(with_backward=with_backward)
         try:
@@ -120,23 +144,46 @@ class HookedRuntime(Runtime):
         if call.held and torch.is_grad_enabled():
             hook = functools.partial(self._input_grad, call)
             for tensor in _torch.tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                # a leaf may live for ever, and its gradient is complete no sooner than its users' parameters need
+                if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(hook)
                     call.inputs += 1
 
     def _watch_outputs(self, call: Call, result: Any) -> None:
         """Let a backward fetch before it enters a submodule: by its outputs, and by what it stored on itself."""
         is_root = not self._stack  # where every backward begins
-        if not (call.held or is_root) or not torch.is_grad_enabled():
+        if not (call.held or is_root):
             return
-        hook = functools.partial(self._pre_backward, call)
         leaves = [result] if isinstance(result, Tensor) else _leaves(result)
+        self._hand_over(call, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        if not torch.is_grad_enabled():
+            return
         hidden = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
         if hidden is not None and call.held:
-            self._coordinator.keep(call.held, f"{self._names[call.module] or 'the model'} returns a {type(hidden).__qualname__}")
+            self._coordinator.keep(
+                call.held,
+                f"{self._names[call.module] or 'the model'} returns a {type(hidden).__qualname__}, in which tensors may hide",
+                "return tensors in tuples, lists, dicts or plain objects",
+            )
         for leaf in [*leaves, *vars(call.module).values()]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(hook)
+            node = _entry(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+            # a tensor that a submodule keeps is met again in each forward
+            if node is not None and call.module not in node.metadata.setdefault("zerofx", set()):
+                node.metadata["zerofx"].add(call.module)
+                node.register_prehook(functools.partial(self._pre_backward, call))
+
+    def _hand_over(self, call: Call, outputs: Sequence[Tensor]) -> None:
+        """Let the caller hold the parameters that a submodule returns, or views of them: it is the caller that computes with them."""
+        storages = {tensor.untyped_storage()._cdata for tensor in outputs}
+        for index in dict.fromkeys(call.held):
+            whole = self._coordinator.whole(index)
+            if whole is None or whole.untyped_storage()._cdata not in storages:
+                continue
+            if self._stack:
+                caller = self._stack[-1]
+                caller.held += self._coordinator.fetch_external(caller.module, index)
+            else:
+                self._coordinator.keep([index], "the model returns a parameter", "return a copy of it")
 
     def read(self, index: int) -> Tensor:
         if self._stack and not self._coordinator.is_held(index):
@@ -145,7 +192,8 @@ class HookedRuntime(Runtime):
         key = index, torch.is_grad_enabled()
         found = self._pass.reads.get(key)
         if found is None:
-            found = self._pass.reads[key] = _Unshard.apply(self, self._pass.awaiting, index, self._pass.shards[index])  # type: ignore[no-untyped-call]
+            found = _Unshard.apply(self, self._pass.awaiting, index, self._pass.shards[index])  # type: ignore[no-untyped-call]
+            self._pass.reads[key] = self.noted(index, found)
         return found
 
     def value(self, index: int, shard: Tensor) -> Tensor:
@@ -166,8 +214,8 @@ class HookedRuntime(Runtime):
             self._coordinator.begin_backward()
             _torch.at_end_of_backward(self._end_backward)
 
-    def _pre_backward(self, call: Call, grad: Tensor) -> None:
-        """Fetch what a submodule holds before its backward: called with the gradient of one of its outputs."""
+    def _pre_backward(self, call: Call, grads: Any) -> None:
+        """Fetch what a submodule holds before its backward: called before the node that made one of its outputs."""
         if call.is_active:
             return
         if torch.is_grad_enabled():
@@ -183,9 +231,13 @@ class HookedRuntime(Runtime):
         call.held = self._coordinator.fetch_sub_module(call.module)
         self._log.compute(self._names[call.module])
         self._active[call] = None
-        # the gradient of a parameter that several calls share is complete only after the last of them
+        # The gradient of a parameter that several calls share is complete only after the last of them. torch's own modules need
+        # it no longer than their inputs' gradients do; in others, a branch of the graph may begin at the parameter itself.
+        is_plain = type(call.module)._zerofx_key[0].__module__.startswith("torch.nn.modules.")  # type: ignore[attr-defined]
         call.awaited = {
-            index for index in call.held if self.tensors[index].requires_grad and (call.within.callers[index] == 1 or not call.inputs)
+            index
+            for index in call.held
+            if self.tensors[index].requires_grad and not (is_plain and call.inputs and call.within.callers[index] > 1)
         }
         for index in call.awaited:
             call.within.awaiting.setdefault(index, []).append(call)

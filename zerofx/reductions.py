@@ -44,6 +44,13 @@ class Reductions:
         if sum(held.nbytes for _, held in self._open) >= self._config.bucket_min_bytes:
             self._launch()
 
+    def forget(self) -> None:
+        """Drop what a backward that raised left behind; what is in flight must end first, as on the other ranks."""
+        self._open = []
+        while self._flights:
+            self._wait()
+        self._reduced = {}
+
     def finish(self) -> dict[int, Tensor]:
         """Launch and wait for the rest; return every padded gradient shard by parameter."""
         if self._open:

@@ -20,7 +20,7 @@ from zerofx.errors import ShardingError
 from zerofx.gradients import Gradients
 from zerofx.params import Param
 from zerofx.render import Schedule
-from zerofx.wholes import WholeCopies
+from zerofx.wholes import Versions, WholeCopies
 
 Modules = tuple[tuple[str, nn.Module], ...]
 Forward = Callable[..., Any]
@@ -46,12 +46,14 @@ class Runtime(ABC):
         self.tensors, self._modules = tensors, modules
         self._members: list[dict[str, int]] = []
         self.inside = False
+        self._reads: list[tuple[int, Tensor, int]] = []
         self.geometry = [
             (param.index, list(param.shape), -1 if param.dim is None else param.dim, param.compute_dtype, group.size, group.name)
             for param in params
         ]
         self.shards: list[Tensor] = []
-        self.wholes = WholeCopies(config, group, params, tensors)
+        self.versions = Versions(tensors)
+        self.wholes = WholeCopies(config, group, params, tensors, self.versions)
         self.gradients = Gradients(config, group, params, tensors)
         self._padded = [_padded(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
 
@@ -77,6 +79,7 @@ class Runtime(ABC):
         if self.inside:
             return plain(module, *args, **kwargs)
         self._check_parameters()
+        self.gradients.forget()
         self.shards = self._enter()
         self.wholes.refresh(self.shards)
         self.inside = True
@@ -84,10 +87,21 @@ class Runtime(ABC):
             if self.config.param_dtype is not None and self.config.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), self.config.param_dtype)
             result = self.run(plain, module, args, kwargs)
+            self._check_reads()
             return result if self.config.output_dtype is None else _cast(result, self.config.output_dtype)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise ShardingError(
+                    "the forward meets a shard where it expects a whole parameter",
+                    where=f"the forward of {type(module).__name__}",
+                    why="reading module.name gives the whole parameter; parameters(), lists of parameters and other methods give shards",
+                    remedy="read each parameter by its name, from its module, inside forward",
+                ) from error
+            raise
         finally:
             self.inside = False
             self.shards = []
+            self._reads = []
             self.wholes.arrivals.finish()
 
     @abstractmethod
@@ -101,7 +115,18 @@ class Runtime(ABC):
     def read(self, index: int) -> Tensor:
         """Return the whole parameter."""
         value: Tensor = _EagerUnshard.apply(self, index, self.shards[index])  # type: ignore[no-untyped-call]
+        return self.noted(index, value)
+
+    def noted(self, index: int, value: Tensor) -> Tensor:
+        """Remember a whole parameter that the forward was given, to notice a write into it."""
+        if not value.is_inference():
+            self._reads.append((index, value, value._version))
         return value
+
+    def _check_reads(self) -> None:
+        for index, value, version in self._reads:
+            if value._version != version:
+                raise in_place_error(self.params[index])
 
     def collect(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Turn the padded gradient shards that one forward's backward left into DTensors."""
@@ -145,6 +170,15 @@ class Runtime(ABC):
                 remedy="copy into the parameter (load_state_dict, or p.copy_() under no_grad), or assign before zerofx.compile",
             )
 
+        for param, tensor in zip(self.params, self.tensors, strict=True):
+            if tensor.dtype is not param.dtype:
+                raise ShardingError(
+                    f"{param.name} was {param.dtype} and is {tensor.dtype} now",
+                    where=f"{param.name}, at the start of a forward",
+                    why="collectives and graphs were made for the dtype at zerofx.compile",
+                    remedy="convert the model before zerofx.compile, or compute in another dtype by precision=MixedPrecisionPolicy(...)",
+                )
+
     # ---------------------------------------------------------------- reading and loading
 
     def whole(self, index: int) -> Tensor:
@@ -165,12 +199,23 @@ class Runtime(ABC):
         return self.gradients.dtensor(index, local.contiguous(), None)
 
 
+def in_place_error(param: Param) -> ShardingError:
+    """Build the error for a forward that writes into a parameter."""
+    return ShardingError(
+        f"the forward changes {param.name} in place",
+        where=f"{param.name}, in a forward",
+        why="a forward reads a whole copy, and what is written into that would never reach the shards",
+        remedy="change the parameter outside of forward, under torch.no_grad(), or compute a changed value without writing",
+    )
+
+
 class _EnterForward(torch.autograd.Function):
     """Hand the local shards of all parameters to one forward; its backward runs once, when all gradients are there."""
 
     @staticmethod
     def forward(ctx: Any, runtime: Runtime, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.runtime = runtime
+        ctx.versions = [runtime.versions.of(index) for index in range(len(tensors))]
         ctx.set_materialize_grads(False)
         shards = runtime.local_shards()
         ctx.mark_non_differentiable(*(shard for shard, tensor in zip(shards, tensors, strict=True) if not tensor.requires_grad))
@@ -178,7 +223,17 @@ class _EnterForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *ctx.runtime.collect(grads)
+        runtime: Runtime = ctx.runtime
+        found = runtime.collect(grads)
+        for param, grad, version in zip(runtime.params, found, ctx.versions, strict=True):
+            if grad is not None and runtime.versions.of(param.index) != version:
+                raise ShardingError(
+                    f"{param.name} has been modified by an inplace operation between a forward and its backward",
+                    where=f"the backward, gradient of {param.name}",
+                    why="its gradient would mix old and new values, so the backward gives none",
+                    remedy="run the backward before the optimizer's step, or the forward again after it",
+                )
+        return None, *found
 
 
 class _EagerUnshard(torch.autograd.Function):
@@ -247,4 +302,4 @@ def _pad_into(padded: Tensor, local: Tensor) -> None:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating tensors of nested inputs or outputs."""
-    return _torch.tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    return _torch.apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

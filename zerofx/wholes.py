@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerofx import _torch, collectives
 from zerofx.collectives import Group, Refresh
@@ -33,11 +36,42 @@ class Arrivals:
             self.wait(bucket)
 
 
+class Versions:
+    """Counts the changes of each parameter's shard.
+
+    An operator on one DTensor counts in its own version, a loader's in its local tensor's. The list operators of optimizers
+    (``foreach``, ``fused``) count nowhere on a DTensor, so each optimizer's step counts as a change of what it holds.
+    """
+
+    def __init__(self, tensors: list[nn.Parameter]) -> None:
+        self._tensors = tensors
+        self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self._steps = [0] * len(tensors)
+        this = weakref.ref(self)
+
+        def saw(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (found := this()) is not None:
+                found._count(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(saw).remove)
+
+    def of(self, index: int) -> int:
+        """Return a number that differs after each change."""
+        tensor = self._tensors[index]
+        return tensor._version + _torch.local_tensor(tensor)._version + self._steps[index]
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if (place := self._places.get(id(tensor))) is not None:
+                    self._steps[place] += 1
+
+
 class WholeCopies:
     """The whole copy of each sharded parameter, None where the stage keeps none; gathered anew only when its shard changed."""
 
-    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter]) -> None:
-        self._config, self._group, self._params, self._tensors = config, group, params, tensors
+    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter], versions: Versions) -> None:
+        self._config, self._group, self._params, self._tensors, self._changes = config, group, params, tensors, versions
         self.arrivals = Arrivals()
         self.copies: list[Tensor | None] = self._new_copies()
         self.buckets = self._bucket()
@@ -67,7 +101,7 @@ class WholeCopies:
     def refresh(self, shards: Sequence[Tensor]) -> None:
         """Launch the gathers of buckets whose shards changed since their last gather, in layer order."""
         for bucket, members in enumerate(self.buckets):
-            versions = [version_of(self._tensors[index]) for index in members]
+            versions = [self._changes.of(index) for index in members]
             if versions == [self._versions[index] for index in members]:
                 continue
             params = [self._params[index] for index in members]
@@ -83,8 +117,3 @@ class WholeCopies:
         for bucket, members in enumerate(self.buckets):
             if index in members:
                 self.arrivals.wait(bucket)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Count the in-place changes: optimizers change the DTensor, whose local tensor does not notice; loaders may change the local."""
-    return tensor._version + _torch.local_tensor(tensor)._version
