@@ -1,15 +1,20 @@
-"""Run ranks and fresh processes, and print what came out."""
+"""Run ranks and fresh processes, time steps on a machine that others use too, and print what came out."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +25,21 @@ from tabulate import tabulate
 
 def stamp() -> dict[str, Any]:
     """Describe where figures come from."""
-    return {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": f"{_processor()} ({torch.backends.cpu.get_cpu_capability()})",
+        "cores": os.cpu_count(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _processor() -> str:
+    if not os.path.exists("/proc/cpuinfo"):
+        return platform.processor()
+    with open("/proc/cpuinfo") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
 
 
 def fresh_process(module: str, *arguments: str, cache: str) -> dict[str, Any]:
@@ -51,6 +70,83 @@ def _rank(rank: int, world_size: int, store: str, path: str, function: Callable[
         with open(path, "w") as file:
             json.dump(result, file)
     dist.destroy_process_group()
+
+
+# A step of which others used more of the machine than this share is dropped. The kernel counts in ticks of 10 ms,
+# so that a quiet step of a second reads as up to 2 %.
+DISTURBED_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step on all ranks: the slowest rank's seconds, the CPU seconds that others used meanwhile, and bytes sent by a rank."""
+
+    seconds: float
+    foreign_s: float
+    sent_bytes: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether others used so much of the machine that the step says little."""
+        return self.foreign_s > DISTURBED_SHARE * self.seconds * (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times steps on all ranks together. ``sent_bytes`` reads how much this rank's interface has sent."""
+
+    sent_bytes: Callable[[], int]
+
+    def time(self, step: Callable[[], Any]) -> Step:
+        """Run a step on every rank at once; return what it took. The same on all ranks."""
+        dist.barrier()
+        busy_s, own_s, sent = busy_cpu_s(), time.process_time(), self.sent_bytes()
+        start = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - start
+        dist.barrier()
+        mine = (seconds, busy_cpu_s() - busy_s, time.process_time() - own_s, self.sent_bytes() - sent)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        slowest, busy, own, total = (tuple(column) for column in zip(*ranks, strict=True))
+        return Step(max(slowest), max(0.0, busy[0] - sum(own)), sum(total) / len(ranks))
+
+
+def busy_cpu_s() -> float:
+    """Return the CPU seconds that all programs of this machine, and other machines on its cores, have used so far.
+
+    Interrupts are left out: most are the ranks' own packets.
+    """
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _iowait, _irq, _softirq, steal, *_ = (int(field) for field in file.readline().split()[1:])
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+# Processors that multiply bf16 at all do it faster than fp32; the others fall back to scalar code.
+_SLOW = 3.0
+
+
+def slow_dtype_note(dtype: torch.dtype) -> str:
+    """Say in one sentence where this processor computes in a dtype so slowly that times show nothing else; else return nothing."""
+    slower = _matmul_s(dtype) / _matmul_s(torch.float32)
+    if slower < _SLOW:
+        return ""
+    return f"This processor multiplies {dtype} {slower:.0f} times slower than fp32: such times say nothing about communication."
+
+
+def _matmul_s(dtype: torch.dtype) -> float:
+    matrix, best = torch.ones(256, 256, dtype=dtype), math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def write(path: Path | None, subject: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
+    """Write rows as JSON, stamped with where they come from, where a file is asked for."""
+    if path is not None:
+        path.write_text(json.dumps({"subject": subject, **stamp(), **facts, "rows": list(rows)}, indent=1) + "\n")
 
 
 def median(values: Sequence[float]) -> float:

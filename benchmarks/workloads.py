@@ -1,6 +1,12 @@
-"""Models to measure: equal blocks, any depth."""
+"""Models to measure: equal blocks, any depth. ``forward`` takes one batch and returns the loss."""
 
 from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +36,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with a tied head; ``forward`` returns the loss of predicting the next token."""
+    """A GPT, by default with a tied head; ``forward`` returns the loss of predicting the next token."""
 
-    def __init__(self, layers: int, width: int = 128, heads: int = 4, vocabulary: int = 512, length: int = 64) -> None:
+    def __init__(
+        self, layers: int, width: int = 128, heads: int = 4, vocabulary: int = 512, length: int = 64, *, tied: bool = True
+    ) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(length, width)
         self.h = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.wte.weight
+        if tied:
+            self.head.weight = self.wte.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
@@ -49,6 +58,80 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def tokens(rows: int = 2, length: int = 64, vocabulary: int = 512) -> Tensor:
-    """Make one batch, always the same."""
-    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+class Narrow(nn.Module):
+    """A deep, narrow MLP with residuals: many small parameters, little to compute."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(layers)])
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.out.weight.dtype)
+        for block in self.h:
+            x = x + block(x)
+        loss: Tensor = self.out(x).square().mean()
+        return loss
+
+
+class Llama(nn.Module):
+    """A small Llama of ``transformers``; ``forward`` returns the loss of predicting the next token."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        transformers: Any = importlib.import_module("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            use_cache=False,
+        )
+        self.llama: nn.Module = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.llama(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def tokens(rows: int = 2, length: int = 64, vocabulary: int = 512, seed: int = 0) -> Tensor:
+    """Make one batch, always the same for a seed."""
+    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to train: ``build`` a model, ``batch`` by seed, and the model's repeated ``blocks`` in the order of their use."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Tensor]
+    blocks: Callable[[nn.Module], nn.ModuleList]
+
+
+def _h(model: nn.Module) -> nn.ModuleList:
+    assert isinstance(model, GPT | Narrow)
+    return model.h
+
+
+def _llama_layers(model: nn.Module) -> nn.ModuleList:
+    layers: nn.ModuleList = model.get_submodule("llama.model.layers")  # type: ignore[assignment]
+    return layers
+
+
+def _features(rows: int, width: int, seed: int) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+# gpt is the headline: 33.8 M parameters. tiny is for tests of the benchmarks themselves.
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("gpt", functools.partial(GPT, 8, 512, 8, 8192, 256, tied=False), functools.partial(tokens, 4, 256, 8192), _h),
+        Workload("narrow", functools.partial(Narrow, 64, 256), functools.partial(_features, 64, 256), _h),
+        Workload("llama", functools.partial(Llama, 6, 512, 8, 8192), functools.partial(tokens, 4, 256, 8192), _llama_layers),
+        Workload("tiny", functools.partial(GPT, 2, 32, 2, 64, 16, tied=False), functools.partial(tokens, 2, 16, 64), _h),
+    )
+}

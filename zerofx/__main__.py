@@ -1,15 +1,19 @@
-"""The command line: ``python -m zerofx demo``."""
+"""The command line: ``python -m zerofx demo`` and ``python -m zerofx bench``."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zerofx.errors import ConfigError
+
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -34,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="zerofx", description="ZeRO stages 0 to 3 as a compiler pass.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -76,6 +81,42 @@ def _demo(options: argparse.Namespace) -> int:
     from zerofx.demo.ranks import run
 
     return run(Options(stage=options.stage, nproc=options.nproc, steps=options.steps, backend=options.backend, json_path=options.json))
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time training steps on a slow link, against the hook mode, FSDP2 and the compute floor",
+        description="A short set of the benchmarks (some minutes): two ranks on loopback and on a link of 1 gbit. Needs the source tree.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        tree = _source_tree()
+    except ConfigError as error:
+        print(f"zerofx bench: {error.what}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    short = ["--rates", "loopback", "1gbit", "--contestants", "zerofx 3", "zerofx 3, hooks", "fsdp2", "no communication"]
+    where = [] if options.json is None else ["--json", str(options.json.absolute())]
+    # In a process of its own: benchmarks/ stands beside this package, not below it, and may not be importable from here.
+    return subprocess.run([sys.executable, "-m", "benchmarks.step_time", *short, *where], cwd=tree, check=False).returncode
+
+
+def _source_tree() -> Path:
+    """Return the directory that holds benchmarks/. Raises ConfigError where only the package is installed."""
+    tree = Path(__file__).absolute().parent.parent
+    if not (tree / "benchmarks" / "step_time.py").exists():
+        raise ConfigError(
+            "benchmarks/ is no part of the installed package: run python -m zerofx bench from a clone of the repository",
+            where="python -m zerofx bench",
+            why=f"{tree} holds no benchmarks/",
+            remedy="clone the repository, and install it with pip install -e .",
+        )
+    return tree
 
 
 if __name__ == "__main__":
