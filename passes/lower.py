@@ -75,6 +75,8 @@ class _Recorder:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._recordings: dict[Any, _Recording] = {}
+        # what is traced around was decomposed for Inductor; so must be what goes beside it
+        self._decompositions = _torch.inductor_decompositions() if program.config.backend == "inductor" else {}
 
     def insert(self, place: Node, kind: str, params: tuple[Param, ...], sources: list[Node]) -> list[Node]:
         """Insert, before a node, what an event of a kind does to the values of some nodes; return its results."""
@@ -82,7 +84,7 @@ class _Recorder:
         geometry = tuple((param.shape, param.dim, param.dtype, param.compute_dtype) for param in params)
         key = kind, geometry, tuple((value.shape, value.stride(), value.dtype) for value in values)
         if key not in self._recordings:
-            self._recordings[key] = _record(self._function(kind, params), values)
+            self._recordings[key] = _record(self._function(kind, params), values, self._decompositions)
         return self._recordings[key].replay(self._program.graph, place, sources)
 
     def _function(self, kind: str, params: tuple[Param, ...]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
@@ -131,14 +133,20 @@ class _Recording:
 class _Tracer(TorchDispatchMode):
     """Writes down each op that runs on fake tensors."""
 
-    def __init__(self, sources: Sequence[Tensor]) -> None:
+    def __init__(self, sources: Sequence[Tensor], decompositions: dict[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._decompositions = decompositions
         self.ops: list[tuple[Any, Any, Any, Any]] = []
         self.kept = list(sources)  # an id stays valid only while its tensor lives
         self.slots = {id(value): _Slot(number) for number, value in enumerate(sources)}
         self._count = len(sources)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (decomposition := self._decompositions.get(func)) is not None:
+            with self:
+                decomposed = decomposition(*args, **(kwargs or {}))
+            if decomposed is not NotImplemented:
+                return decomposed
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor | list | tuple):
             return result  # a question about a tensor, such as its device
@@ -161,10 +169,10 @@ class _Tracer(TorchDispatchMode):
         return slot
 
 
-def _record(function: Callable[[Sequence[Tensor]], list[Tensor]], values: list[Tensor]) -> _Recording:
+def _record(function: Callable[[Sequence[Tensor]], list[Tensor]], values: list[Tensor], decompositions: dict[Any, Any]) -> _Recording:
     # a fresh alias for each source: two sources may be one tensor, and ids must tell them apart
     sources = [value.view_as(value) for value in values]
-    tracer = _Tracer(sources)
+    tracer = _Tracer(sources, decompositions)
     fake_mode = _torch.detect_fake_mode(sources)
     assert fake_mode is not None
     with torch.no_grad(), fake_mode, tracer:

@@ -54,8 +54,12 @@ class Unshard:
             escapes = any(output in alias.users for alias in aliases(keep))
             if escapes or value.meta["val"].dtype != keep.meta["val"].dtype:
                 # a fresh tensor, as tracing saw: a cast, or a parameter that the model returns
-                keep.target, keep.args = torch.ops.aten._to_copy.default, (value,)
-                keep.kwargs = {"dtype": keep.meta["val"].dtype}
+                dtype = keep.meta["val"].dtype
+                if value.meta["val"].dtype == dtype:
+                    keep.target, keep.args = torch.ops.aten.clone.default, (value,)
+                else:
+                    keep.target, keep.args = torch.ops.prims.convert_element_type.default, (value, dtype)
+                keep.kwargs = {}
             else:
                 keep.replace_all_uses_with(value)
                 program.graph.erase_node(keep)

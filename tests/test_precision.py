@@ -61,6 +61,27 @@ def train_in_bfloat16(rank: int, world: int, backend: str, policy: dict[str, Any
     return found
 
 
+def first_step_with_inductor(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    masters = Classifier()
+    tokens, x = torch.randint(0, 11, (8,)), torch.randn(8, 6)
+    plain = copy.deepcopy(masters).to(torch.bfloat16)
+    plain(tokens, {"x": x.to(torch.bfloat16)}).square().sum().backward()
+    wanted = {name: None if gradient is None else gradient.float() for name, gradient in whole_gradients(plain).items()}
+    found = []
+    for stage in STAGES:
+        with at_stage(stage):
+            model = zerofx.compile(copy.deepcopy(masters), stage=stage, precision=MixedPrecisionPolicy(torch.bfloat16))
+            model(tokens, {"x": x}).square().sum().backward()
+            # fused code keeps what eager code rounds to 8 bits after each operation
+            found += named_differences(f"stage {stage}: gradient of", whole_gradients(model), wanted, 8 / 256)
+    return found
+
+
+def test_inductor_is_as_near_as_bfloat16_is(ranks: Pool) -> None:
+    assert ranks.run(first_step_with_inductor, 2) == [[]] * 2
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "hooks"])
 @pytest.mark.parametrize(
     "policy",
