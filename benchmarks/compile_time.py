@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measure import fresh_process, median, show
+from benchmarks.memory import allocated_bytes
 from benchmarks.workloads import GPT, tokens
 
 
@@ -43,6 +44,7 @@ def one(contestant: str, layers: int) -> dict[str, Any]:
         model(batch).backward()
         steps.append(time.perf_counter() - start)
     result["step_ms"] = 1e3 * median(steps)
+    result["step_peak_mb"] = min(allocated_bytes(lambda: model(batch).backward()) for _ in range(3)) / 1e6
     if contestant != "plain":
         (found,) = model._zerofx.runtime.compilations
         result |= {f"{part}_s": seconds for part, seconds in found.seconds.items()}

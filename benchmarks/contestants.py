@@ -201,6 +201,7 @@ FLOOR = "no communication"
 
 CONTESTANTS: dict[str, Contestant] = {
     "zerofx 3": Contestant(3, _zerofx(stage=3)),
+    "zerofx 3, deeper": Contestant(3, _zerofx(stage=3, prefetch_buckets=4, reduces_in_flight=4)),
     "zerofx 2": Contestant(2, _zerofx(stage=2)),
     "zerofx 1": Contestant(1, _zerofx(stage=1)),
     "zerofx 3, not scheduled": Contestant(3, _zerofx(stage=3, **_SERIAL)),

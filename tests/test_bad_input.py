@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -141,11 +142,25 @@ def on_two_devices() -> nn.Module:
     return model
 
 
+def partly_scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+
+
+def in_the_same_memory() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
 BAD_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "no parameters": (WithoutParameters, ("no parameters",)),
     "meta": (on_meta, ("layers.0.weight", "meta")),
     "partly meta": (partly_on_meta, ("layers.1.weight", "meta")),
     "two devices": (on_two_devices, ("1.weight", "cuda", "cpu")),
+    "script": (partly_scripted, ("1 is a ScriptModule",)),
+    "same memory": (in_the_same_memory, ("0.weight and 1.weight", "tie them")),
 }
 
 
@@ -476,3 +491,71 @@ def test_errors_can_be_sent_between_processes() -> None:
     assert isinstance(again, ValueError)
     assert all(part in str(again) for part in ("what", "where", "why", "remedy"))
     assert sys.exc_info() == (None, None, None)
+
+
+class Listed(nn.Module):
+    """Reads its parameter through a list, which holds what the parameter was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.weights = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0]
+
+
+class Penalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return self.linear(x) + penalty
+
+
+def read_shards_in_forward(rank: int, world: int) -> list[Failure]:
+    x = torch.randn(4, 6)
+    backends = ("aot_eager", "hooks")
+    models = [zerofx.compile(kind(), stage=3, backend=backend) for kind in (Listed, Penalised) for backend in backends]
+    return [failure_of(lambda model=model: model(x).sum().backward()) for model in models]
+
+
+def test_shards_in_forward_are_refused(ranks: Pool) -> None:
+    for failures in ranks.run(read_shards_in_forward, 2):
+        for failure in failures:
+            assert_four_parts(failure, "ShardingError", "meets a shard", "by its name")
+
+
+def convert_after_compile(rank: int, world: int) -> list[Failure]:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    models = [zerofx.compile(nn.Linear(6, 6), stage=3, backend=backend).double() for backend in ("aot_eager", "hooks")]
+    return [failure_of(lambda model=model: model(x)) for model in models]
+
+
+def test_another_dtype_after_compile_is_refused(ranks: Pool) -> None:
+    for failures in ranks.run(convert_after_compile, 2):
+        for failure in failures:
+            assert_four_parts(failure, "ShardingError", "weight", "float64", "precision")
+
+
+def backwards_twice(rank: int, world: int) -> list[bool]:
+    """A backward with retain_graph may run again, also behind one without."""
+    found = []
+    for stage in (1, 3):
+        model = compiled(TIED_MLP, stage)
+        batch = TIED_MLP.batch(0)
+        model(*batch.inputs).sum().backward()
+        once = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        loss = model(*batch.inputs).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        twice = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
+        found.append(bool(once) and all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True)))
+    return found
+
+
+def test_a_backward_may_run_twice(ranks: Pool) -> None:
+    assert ranks.run(backwards_twice, 2) == [[True, True]] * 2
