@@ -10,8 +10,8 @@ from html import escape
 from benchmarks.contestants import FLOOR
 from benchmarks.results import Timings
 
-_WIDTH, _HEIGHT = 960, 560
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 260, 50, 60  # margins in pixels
+_WIDTH, _HEIGHT = 1000, 560
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 300, 50, 60  # margins in pixels
 _LABEL_HEIGHT = 17
 _TICKS = 8  # at most
 # Okabe and Ito's palette: told apart also by most who see colours differently. Ours first; others repeat it with another dash.

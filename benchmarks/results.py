@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,6 @@ def timings(result: Mapping[str, Any]) -> list[Timings]:
             if "steps" in row:
                 steps.setdefault(row["contestant"], {})[row["rate"]] = [Step(**step) for step in row["steps"]]
         errors = {row["contestant"]: row["error"] for row in rows if "error" in row}
-        rates = tuple(dict.fromkeys(row["rate"] for row in rows if "rate" in row))
+        rates = tuple(sorted({row["rate"] for row in rows if "rate" in row}, key=lambda rate: -(parse_rate(rate) or math.inf)))
         found.append(Timings(dtype, rates, steps, errors))
     return found
