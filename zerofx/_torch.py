@@ -53,13 +53,6 @@ def apply_to_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: An
     return _apply_to_tensors(function, value)
 
 
-def kept_saved_tensors() -> Any:
-    """Trace so that a backward may run again (retain_graph); AOTAutograd would else let graphs write into saved tensors."""
-    import torch._functorch.config as functorch_config
-
-    return functorch_config.patch(donated_buffer=False)
-
-
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether someone beside the caller's own Python reference holds a tensor; autograd decides by it whether to copy a gradient."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]

@@ -54,15 +54,14 @@ class Backend:
         self._check_writes(gm)
         inductor = self.runtime.config.backend == "inductor"
         tracing = _Tracing(self, Compilation())
-        with _torch.kept_saved_tensors():
-            compiled = _torch.aot_autograd(
-                fw_compiler=tracing.forward,
-                bw_compiler=tracing.backward,
-                inference_compiler=tracing.inference,
-                partition_fn=tracing.partition,
-                decompositions=_torch.inductor_decompositions() if inductor else {},
-                keep_inference_input_mutations=True,
-            )(gm, inputs)
+        compiled = _torch.aot_autograd(
+            fw_compiler=tracing.forward,
+            bw_compiler=tracing.backward,
+            inference_compiler=tracing.inference,
+            partition_fn=tracing.partition,
+            decompositions=_torch.inductor_decompositions() if inductor else {},
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
         self.runtime.compilations.append(tracing.compilation)
         return compiled
 
