@@ -64,14 +64,18 @@ class Schedule:
 
 def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> MemoryLimitError:
     """Build the error for a limit that cannot be met; it names the smallest that can and what sets it."""
-    events = memory.live(program)
-    worst = max(events, key=lambda event: event.total_bytes)
-    names = ", ".join(program.params[index].name for index in worst.node.meta["zerofx"].params)
+    where = program.phase.value
+    whole_bytes, buffer_bytes = memory.kept_bytes(program), memory.arriving_bytes(program)
+    worst = max(memory.live(program), key=lambda event: event.total_bytes, default=None)
+    if worst is not None and worst.total_bytes > whole_bytes + buffer_bytes:
+        whole_bytes, buffer_bytes = worst.whole_bytes, worst.buffer_bytes
+        mark = worst.node.meta["zerofx"]
+        where += f", {mark.kind} of {', '.join(program.params[index].name for index in mark.params)}"
     error = MemoryLimitError(
         f"memory_limit={limit_bytes} bytes cannot be met: the smallest that works is {smallest_bytes} bytes",
-        where=f"{program.phase.value}, {worst.node.meta['zerofx'].kind} of {names}",
-        why=f"{worst.whole_bytes} bytes of whole parameters and {worst.buffer_bytes} bytes of communication buffers are needed at once",
-        remedy=f"pass memory_limit={smallest_bytes} or more, or split the module that owns it",
+        where=where,
+        why=f"{whole_bytes} bytes of whole parameters and {buffer_bytes} bytes of communication buffers are needed at once",
+        remedy=f"pass memory_limit={smallest_bytes} or more, shard more (a higher stage), or split the module that owns it",
     )
     error.smallest_bytes = smallest_bytes
     return error

@@ -14,13 +14,14 @@ from zerofx.errors import (
 
 if TYPE_CHECKING:
     from zerofx.api import compile, gathered, no_sync, schedule
-    from zerofx.config import Config
+    from zerofx.config import Config, HookLimits
     from zerofx.render import Schedule
 
 __all__ = [
     "CompilerError",
     "Config",
     "ConfigError",
+    "HookLimits",
     "MemoryLimitError",
     "RankMismatchError",
     "Schedule",
@@ -33,7 +34,7 @@ __all__ = [
     "schedule",
 ]
 __version__ = "0.1.0"
-_HOMES = {"Config": "zerofx.config", "Schedule": "zerofx.render"}
+_HOMES = {"Config": "zerofx.config", "HookLimits": "zerofx.config", "Schedule": "zerofx.render"}
 
 
 def __getattr__(name: str) -> Any:

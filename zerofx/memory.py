@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from zerofx.collectives import Group, chunks, is_alone
 from zerofx.params import Param
-from zerofx.program import Mark, Program
+from zerofx.program import Mark, Phase, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,21 @@ def bucket_bytes(program: Program, mark: Mark) -> int:
     return reduce_bytes(params, program.group, None if dtype is None else dtype.itemsize)
 
 
+def kept_bytes(program: Program) -> int:
+    """Bytes of the whole parameters that stay: all of them below stage 3, and those too small to shard."""
+    return sum(param.whole_bytes for param in program.params if program.config.stage < 3 or param.dim is None)
+
+
+def arriving_bytes(program: Program) -> int:
+    """Bytes that a forward's refreshes, all launched with it, hold beside the whole copies that they belong to."""
+    if program.phase is not Phase.FORWARD:
+        return 0
+    return sum(packed_bytes([program.params[index] for index in members], program.group) for members in program.refresh_buckets)
+
+
 def live(program: Program) -> list[Live]:
     """Walk a bucketed program and return the bytes alive after each of its events, in order."""
-    whole, buffers, found = 0, 0, []
+    whole, buffers, found = kept_bytes(program), 0, []
     for node, mark in program.marked("gather", "gather_start", "gather_wait", "release", "reduce_start", "reduce_wait"):
         if mark.kind == "gather_wait":
             params = [program.params[index] for index in mark.params]
@@ -70,5 +82,5 @@ def live(program: Program) -> list[Live]:
 
 
 def peak_bytes(program: Program) -> int:
-    """The most bytes of whole parameters and communication buffers at any event."""
-    return max((event.total_bytes for event in live(program)), default=0)
+    """The most bytes of whole parameters and communication buffers at any time."""
+    return max(kept_bytes(program) + arriving_bytes(program), *(event.total_bytes for event in live(program)), 0)

@@ -69,16 +69,13 @@ class Schedule:
         tally = Tally(group)
         for members in refresh_buckets:
             tally.add("refresh", [params[index] for index in members])
-        kept_bytes = sum(param.whole_bytes for param in params if config.stage < 3 or param.dim is None)
-        # all refreshes start with the forward; what they pack arrives beside the copy that it belongs to
-        arriving = sum(memory.packed_bytes([params[index] for index in members], group) for members in refresh_buckets)
-        whole = total = kept_bytes + arriving
+        whole = total = max(memory.kept_bytes(program) + memory.arriving_bytes(program) for program in programs)
         for program in programs:
-            events.extend(_events(program, kept_bytes))
+            events.extend(_events(program))
             for _, mark in program.marked("gather_start", "reduce_start"):
                 tally.add(mark.kind.removesuffix("_start"), [params[index] for index in mark.params])
             for state in memory.live(program):
-                whole, total = max(whole, state.whole_bytes + kept_bytes), max(total, state.total_bytes + kept_bytes)
+                whole, total = max(whole, state.whole_bytes), max(total, state.total_bytes)
         return Schedule.of_step(events, tally, whole, total, params, group, config)
 
     @staticmethod
@@ -155,11 +152,11 @@ def _mib(size: int) -> str:
     return f"{size / _MIB:.2f}"
 
 
-def _events(program: Program, kept_bytes: int) -> Iterator[Event]:
+def _events(program: Program) -> Iterator[Event]:
     """Walk a scheduled program: launches and waits are events; so is the compute between two of them, and what it releases."""
     phase = program.phase.value
-    alive = {state.node: state.whole_bytes + kept_bytes for state in memory.live(program)}
-    whole = kept_bytes + sum(
+    alive = {state.node: state.whole_bytes for state in memory.live(program)}
+    whole = memory.kept_bytes(program) + sum(
         program.params[mark.params[0]].whole_bytes for node, mark in program.marked("gather") if node.op == "placeholder"
     )
     in_flight: list[str] = []

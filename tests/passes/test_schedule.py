@@ -67,3 +67,15 @@ def test_the_error_names_the_event_and_the_remedy() -> None:
             model(torch.arange(16).view(2, 8))
     text = str(caught.value)
     assert all(part in text for part in ("memory_limit=1024", "where:", "why:", "remedy: pass memory_limit="))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_limit_counts_what_stays_whole(stage: int) -> None:
+    with pytest.raises(zerofx.MemoryLimitError) as raised:
+        stack(2, stage=stage, memory_limit_bytes=1)
+    smallest = raised.value.smallest_bytes
+    schedule = zerofx.schedule(stack(2, stage=stage, memory_limit_bytes=smallest))
+    assert schedule.peak_total_bytes <= smallest
+    assert (smallest >= schedule.parameter_bytes) == (stage < 3)
+    with pytest.raises(zerofx.MemoryLimitError):
+        stack(2, stage=stage, memory_limit_bytes=smallest - 1)
