@@ -76,7 +76,9 @@ class _Recorder:
         self._program = program
         self._recordings: dict[Any, _Recording] = {}
         # what is traced around was decomposed for Inductor; so must be what goes beside it
-        self._decompositions = _torch.inductor_decompositions() if program.config.backend == "inductor" else {}
+        table = _torch.inductor_decompositions() if program.config.backend == "inductor" else {}
+        # the buffer that a collective fills stays an op between regions
+        self._decompositions = {op: function for op, function in table.items() if op is not torch.ops.aten.new_empty.default}
 
     def insert(self, place: Node, kind: str, params: tuple[Param, ...], sources: list[Node]) -> list[Node]:
         """Insert, before a node, what an event of a kind does to the values of some nodes; return its results."""

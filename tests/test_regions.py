@@ -58,3 +58,5 @@ def test_no_region_holds_a_collective(compiled_modules: list[GraphModule]) -> No
     targets = {str(node.target) for module in compiled_modules for node in module.graph.nodes}
     assert targets
     assert not [target for target in targets if "c10d" in target or "zerofx" in target]
+    # nor the buffer that one fills
+    assert not [target for target in targets if "empty" in target]

@@ -6,7 +6,8 @@ become nodes of the graph. So an uncompiled frame and a compiled one move the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,6 +262,12 @@ def _reduce_scatter(packed: Tensor, group: Group) -> Tensor:
     return exchanged
 
 
+def _wait(buffers: Iterator[Tensor], count: int, group: Group) -> list[Tensor]:
+    """Wait for the next buffers; a single rank has nothing to wait for."""
+    taken = itertools.islice(buffers, count)
+    return [torch.ops._c10d_functional.wait_tensor(buffer) if group.size > 1 else buffer for buffer in taken]
+
+
 def _total(arrived: Tensor, group: Group) -> Tensor:
     """Return the sum over the ranks of what ``_reduce_scatter`` brought."""
     if group.transport.reduce == "reduce_scatter":
@@ -273,15 +280,15 @@ def _total(arrived: Tensor, group: Group) -> Tensor:
 def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
     """Wait for ``reduce_start`` and return this rank's padded gradient shards, averaged over the ranks."""
     shards: dict[int, Tensor] = {}
-    # all waits before all sums: no more boundaries between compute regions than buckets
-    left = iter([torch.ops._c10d_functional.wait_tensor(buffer) if group.size > 1 else buffer for buffer in buffers])
+    # each sum stands between its wait and the next: a small region, equal wherever such a parameter arrives
+    left = iter(buffers)
     for chunk in chunks(params, group):
         first = params[chunk[0]]
         if first.dim is None:
-            total = next(left)
+            (total,) = _wait(left, 1, group)
         else:
-            pieces = _pieces(first, group) if is_alone(chunk, params) else 1
-            total = _cat([_total(next(left), group) for _ in range(pieces)], 0)
+            arrived = _wait(left, _pieces(first, group) if is_alone(chunk, params) else 1, group)
+            total = _cat([_total(piece, group) for piece in arrived], 0)
         divided = group.size == 1 or (first.dim is None and total.dtype in _NARROW)
         mean = total.to(first.dtype) if divided else total.to(first.dtype) / group.size
         sizes = [params[position].shard_numel for position in chunk]
