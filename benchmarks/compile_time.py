@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.measure import fresh_process, median, show
-from benchmarks.memory import allocated_bytes
+from benchmarks.measure import allocated_bytes, fresh_process, median, show
 from benchmarks.workloads import GPT, tokens
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tabulate import tabulate
+from torch.profiler import ProfilerActivity, profile
 
 
 def stamp() -> dict[str, Any]:
@@ -120,6 +121,28 @@ def busy_cpu_s() -> float:
     with open("/proc/stat") as file:
         user, nice, system, _idle, _iowait, _irq, _softirq, steal, *_ = (int(field) for field in file.readline().split()[1:])
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def allocated_bytes(step: Callable[[], Any]) -> int:
+    """Run a step under the profiler; return the most bytes allocated at once above those at its start.
+
+    The profiler misses frees on gloo's threads, which only ever adds to the figure: take the least of some runs.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    alive, peak = 0, 0
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+def complaint(error: Exception) -> str:
+    """Say in one line what went wrong."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 # Processors that multiply bf16 at all do it faster than fp32; the others fall back to scalar code.

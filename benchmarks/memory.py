@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import report, step_time
 from benchmarks.contestants import CONTESTANTS, Setting, Trainer, adamw
 from benchmarks.link import Link, slow_link
-from benchmarks.measure import write
+from benchmarks.measure import allocated_bytes, complaint, write
 from benchmarks.options import DTYPES, Options, parse, parser
 from benchmarks.ranks import on_link, say
 from benchmarks.workloads import WORKLOADS
@@ -44,23 +43,6 @@ def tensor_bytes() -> int:
             storage = item.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-def allocated_bytes(step: Callable[[], Any]) -> int:
-    """Run a step under the profiler; return the most bytes allocated at once above those at its start.
-
-    The profiler misses frees on gloo's threads, which only ever adds to the figure: take the least of some runs.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    alive, peak = 0, 0
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
-    return peak
 
 
 def formula_bytes(stage: int, parameter_count: int, dtype: torch.dtype, world_size: int) -> float:
@@ -87,7 +69,7 @@ def measure(link: Link, options: Options, name: str, dtype: str) -> dict[str, An
         for _ in range(_WARM_UP):
             trainer.step(batch)
     except Exception as error:  # a contestant that cannot run here says why in its column
-        return {**row, "error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+        return {**row, "error": complaint(error)}
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is not the contestant's
     Path("/proc/self/clear_refs").write_text("5")

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.contestants import CONTESTANTS, Setting, Trainer
 from benchmarks.link import Link, parse_rate, slow_link
-from benchmarks.measure import Clock, Step, slow_dtype_note, write
+from benchmarks.measure import Clock, Step, complaint, slow_dtype_note, write
 from benchmarks.options import DTYPES, Options, parse, parser
 from benchmarks.ranks import on_link, say
 from benchmarks.workloads import WORKLOADS
@@ -31,6 +31,12 @@ _MOST_ROUNDS = 3
 # fp32: only the order of sums differs. bf16: the loss itself has 8 significant bits, one part in 128 between neighbours, and
 # compiled code rounds activations less often than eager code.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2 / 128}
+
+
+def clock_on(link: Link) -> Clock:
+    """Return a clock that reads what one rank sends; on loopback all ranks share an interface."""
+    ranks = 1 if link.is_limited else dist.get_world_size()
+    return Clock(lambda: link.sent_bytes() // ranks)
 
 
 def batch_of_rank(setting: Setting) -> Tensor:
@@ -63,11 +69,11 @@ def prepare(name: str, setting: Setting, expected: Sequence[float], tolerance: f
         made = CONTESTANTS[name].build(setting)
         batch = batch_of_rank(setting)
         losses = [float(made.step(batch)) for _ in range(_CHECKED_STEPS)]
-        complaint = _differs(losses[: made.comparable_steps], expected, tolerance)
+        wrong = _differs(losses[: made.comparable_steps], expected, tolerance)
     except Exception as error:  # a contestant that cannot run here says why in its column
-        complaint = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        wrong = complaint(error)
     complaints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(complaints, complaint)
+    dist.all_gather_object(complaints, wrong)
     found: str | None = next((text for text in complaints if text), None)
     if found is not None:
         return found
@@ -109,8 +115,7 @@ def measure(link: Link, options: Options, dtype: str, facts: dict[str, Any], row
 
 def sweep(link: Link, options: Options, trainers: dict[str, Trainer], setting: Setting) -> Iterator[tuple[str, dict[str, list[Step]]]]:
     """Time all contestants by turns at each rate; yield the steps by rate. The first round at a rate does not count."""
-    ranks = 1 if link.is_limited else dist.get_world_size()
-    clock, batch = Clock(lambda: link.sent_bytes() // ranks), batch_of_rank(setting)
+    clock, batch = clock_on(link), batch_of_rank(setting)
     gc.collect()
     gc.freeze()  # so that collecting garbage costs a step the same, however many contestants are alive
     for rate in options.rates:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks import report, step_time
 from benchmarks.contestants import CONTESTANTS, Setting
 from benchmarks.link import Link, slow_link
-from benchmarks.measure import Clock, write
+from benchmarks.measure import write
 from benchmarks.options import DTYPES, Options, parse, parser
 from benchmarks.ranks import on_link, say
 from benchmarks.workloads import WORKLOADS
@@ -28,7 +28,7 @@ def measure(link: Link, options: Options, dtype: str) -> list[dict[str, Any]]:
     """Count one step of each contestant, after its losses were compared. Runs on every rank."""
     world_size = dist.get_world_size()
     setting = Setting(WORKLOADS[options.workload], DTYPES[dtype])
-    clock = Clock(lambda: link.sent_bytes() // (1 if link.is_limited else world_size))
+    clock = step_time.clock_on(link)
     expected, batch, rows = step_time.reference_losses(setting), step_time.batch_of_rank(setting), list[dict[str, Any]]()
     total = sum(param.numel() for param in setting.model().parameters()) * setting.dtype.itemsize
     for name in options.contestants:

@@ -505,6 +505,15 @@ class Listed(nn.Module):
         return x @ self.weights[0]
 
 
+class ListedInPrivate(Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self._weights = self.__dict__.pop("weights")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self._weights[0]
+
+
 class Penalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -518,7 +527,7 @@ class Penalised(nn.Module):
 def read_shards_in_forward(rank: int, world: int) -> list[Failure]:
     x = torch.randn(4, 6)
     backends = ("aot_eager", "hooks")
-    models = [zerofx.compile(kind(), stage=3, backend=backend) for kind in (Listed, Penalised) for backend in backends]
+    models = [zerofx.compile(kind(), stage=3, backend=backend) for kind in (Listed, ListedInPrivate, Penalised) for backend in backends]
     return [failure_of(lambda model=model: model(x).sum().backward()) for model in models]
 
 

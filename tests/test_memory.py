@@ -1,13 +1,12 @@
 """Measured peaks against what the schedule promises."""
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import zerofx
+from benchmarks.measure import allocated_bytes
 from tests.ranks import Pool
 
 _BLOCKS, _WIDTH, _ROWS = 12, 256, 1024
@@ -28,21 +27,6 @@ class MLP(nn.Module):
         return x.square().mean()
 
 
-def peak_above_start_bytes(step: Any) -> int:
-    """Run a step under the profiler; return the most bytes that were allocated at once above those at its start.
-
-    The profiler misses frees on gloo's threads, which only ever adds to the figure: take the least of some runs.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    alive, peak = 0, 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
-    return peak
-
-
 def _activations(batch: Tensor) -> int:
     """What a step of the plain model allocates at once, beside its weight gradients.
 
@@ -52,7 +36,7 @@ def _activations(batch: Tensor) -> int:
     for _ in range(2):
         model(batch).backward()
         model.zero_grad()
-    return peak_above_start_bytes(lambda: model(batch).backward()) - 2 * _WIDTH * _WIDTH * 4
+    return allocated_bytes(lambda: model(batch).backward()) - 2 * _WIDTH * _WIDTH * 4
 
 
 def _measure(rank: int, world: int, backend: str) -> dict[str, int]:
@@ -61,7 +45,7 @@ def _measure(rank: int, world: int, backend: str) -> dict[str, int]:
     batch = torch.randn(_ROWS, _WIDTH)
     peaks = []
     for _ in range(16):  # the profiler misses frees on gloo's threads: the least is nearest
-        peaks.append(peak_above_start_bytes(lambda: model(batch).backward()))
+        peaks.append(allocated_bytes(lambda: model(batch).backward()))
         model.zero_grad()
     schedule = zerofx.schedule(model)
     buckets = [event.moved_bytes for event in schedule.events if event.kind == "launch" and event.what.startswith("gather")]

@@ -297,8 +297,7 @@ def _install(
         own[module] = {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None}
         module._parameters.update({name: tensors[index] for name, index in own[module].items()})
         for name, value in vars(module).items():
-            if not name.startswith("_") or name == "_flat_weights":
-                vars(module)[name] = _rebound(value, index_of, tensors)
+            vars(module)[name] = _rebound(value, index_of, tensors)
     kind = HookedRuntime if settings.backend == "hooks" else CompiledRuntime
     state = kind(settings, mesh, group, params, tensors, tuple(model.named_modules()))
     inner = "submodule" if settings.backend == "hooks" else None

@@ -123,8 +123,7 @@ class Coordinator:
         self._drop_all()
 
     def abandon(self) -> None:
-        """Give up a pass that raised: its order says nothing."""
-        self._trace.step = len(self._trace.order)
+        """Give up a forward that raised; its order says nothing."""
         self._drop_all()
 
     def _begin(self, trace: Trace, then: Sequence[Trace]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from zerofx import memory
 from zerofx.collectives import Group
 from zerofx.config import Config
 from zerofx.events import Event
@@ -30,7 +31,7 @@ class EventLog:
         self._config, self._group, self._params = config, group, params
         self._labels: dict[tuple[int, ...], str] = {}
         self._in_flight: tuple[str, ...] = ()
-        self._whole_bytes = sum(param.whole_bytes for param in params if config.stage < 3 or param.dim is None)
+        self._whole_bytes = memory.kept_bytes(params, config.stage)
         self._buffer_bytes = 0
         self._blocks: dict[str, None] = {}
         self._step = Step(Tally(group))

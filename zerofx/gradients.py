@@ -45,6 +45,14 @@ class Gradients:
         kept = self._kept.get(index)
         self._kept[index] = owned(grad) if kept is None else kept + grad
 
+    def to_reduce(self, index: int, grad: Tensor) -> Tensor | None:
+        """Return what a whole gradient that is complete adds to the reduction: itself and what was kept; None where it is kept too."""
+        if self.keeps_whole:
+            self.keep(index, grad)
+            return None
+        pending = self.take_pending(index)
+        return grad if pending is None else pending + grad
+
     def take_pending(self, index: int) -> Tensor | None:
         """Take the whole gradient that earlier backwards under ``no_sync`` left in ``.grad``."""
         if not self._has_pending(index):

@@ -14,6 +14,7 @@ from zerofx import _torch
 from zerofx.coordinator import Coordinator
 from zerofx.errors import ZerofxError
 from zerofx.eventlog import EventLog
+from zerofx.params import Param
 from zerofx.reductions import Reductions
 from zerofx.render import Schedule
 from zerofx.runtime import Forward, Runtime
@@ -118,8 +119,10 @@ class HookedRuntime(Runtime):
     def submodule(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of a submodule between its hooks; outside of the model's forward and backward, run it plainly."""
         plain = type(module)._zerofx_key[0].forward  # type: ignore[attr-defined]
-        if self.inside or not self._in_backward:
-            return self._call(plain, module, args, kwargs) if self.inside else plain(module, *args, **kwargs)
+        if self.inside:
+            return self._call(plain, module, args, kwargs)
+        if not self._in_backward:
+            return plain(module, *args, **kwargs)
         self.inside = True  # activation checkpointing computes a submodule again
         try:
             return self._call(plain, module, args, kwargs)
@@ -196,14 +199,10 @@ class HookedRuntime(Runtime):
             self._pass.reads[key] = self.noted(index, found)
         return found
 
-    def value(self, index: int, shard: Tensor) -> Tensor:
-        """Return the whole value of a parameter that is there, or arrives now."""
-        copy = self.wholes.copies[index]
-        if copy is not None:
-            self.wholes.arrive(index)
-            return copy.detach()
-        whole = self._coordinator.whole(index)
-        return shard.detach().to(self.params[index].compute_dtype) if whole is None else whole.detach()
+    def gather(self, param: Param, shard: Tensor) -> Tensor:
+        whole = self._coordinator.whole(param.index)
+        assert whole is not None
+        return whole.detach()
 
     # ---------------------------------------------------------------- backward
 
@@ -259,11 +258,9 @@ class HookedRuntime(Runtime):
         for call in awaiting.pop(index, ()):
             call.awaited.discard(index)
             self._post_backward(call)
-        if self.gradients.keeps_whole:
-            self.gradients.keep(index, grad)
-            return
-        pending = self.gradients.take_pending(index)
-        self._reductions.add(index, grad if pending is None else pending + grad)
+        total = self.gradients.to_reduce(index, grad)
+        if total is not None:
+            self._reductions.add(index, total)
 
     def _end_backward(self) -> None:
         self._in_backward = False

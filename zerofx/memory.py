@@ -48,9 +48,14 @@ def bucket_bytes(program: Program, mark: Mark) -> int:
     return reduce_bytes(params, program.group, None if dtype is None else dtype.itemsize)
 
 
-def kept_bytes(program: Program) -> int:
+def kept_bytes(params: Sequence[Param], stage: int) -> int:
     """Bytes of the whole parameters that stay: all of them below stage 3, and those too small to shard."""
-    return sum(param.whole_bytes for param in program.params if program.config.stage < 3 or param.dim is None)
+    return sum(param.whole_bytes for param in params if stage < 3 or param.dim is None)
+
+
+def standing_bytes(program: Program) -> int:
+    """Bytes that a program holds at least: what stays whole, and what arrives beside it."""
+    return kept_bytes(program.params, program.config.stage) + arriving_bytes(program)
 
 
 def arriving_bytes(program: Program) -> int:
@@ -62,7 +67,7 @@ def arriving_bytes(program: Program) -> int:
 
 def live(program: Program) -> list[Live]:
     """Walk a bucketed program and return the bytes alive after each of its events, in order."""
-    whole, buffers, found = kept_bytes(program), 0, []
+    whole, buffers, found = kept_bytes(program.params, program.config.stage), 0, []
     for node, mark in program.marked("gather", "gather_start", "gather_wait", "release", "reduce_start", "reduce_wait"):
         if mark.kind == "gather_wait":
             params = [program.params[index] for index in mark.params]
@@ -83,4 +88,4 @@ def live(program: Program) -> list[Live]:
 
 def peak_bytes(program: Program) -> int:
     """The most bytes of whole parameters and communication buffers at any time."""
-    return max(kept_bytes(program) + arriving_bytes(program), *(event.total_bytes for event in live(program)), 0)
+    return max(standing_bytes(program), *(event.total_bytes for event in live(program)), 0)

@@ -69,7 +69,7 @@ class Schedule:
         tally = Tally(group)
         for members in refresh_buckets:
             tally.add("refresh", [params[index] for index in members])
-        whole = total = max(memory.kept_bytes(program) + memory.arriving_bytes(program) for program in programs)
+        whole = total = max(memory.standing_bytes(program) for program in programs)
         for program in programs:
             events.extend(_events(program))
             for _, mark in program.marked("gather_start", "reduce_start"):
@@ -156,7 +156,7 @@ def _events(program: Program) -> Iterator[Event]:
     """Walk a scheduled program: launches and waits are events; so is the compute between two of them, and what it releases."""
     phase = program.phase.value
     alive = {state.node: state.whole_bytes for state in memory.live(program)}
-    whole = memory.kept_bytes(program) + sum(
+    whole = memory.kept_bytes(program.params, program.config.stage) + sum(
         program.params[mark.params[0]].whole_bytes for node, mark in program.marked("gather") if node.op == "placeholder"
     )
     in_flight: list[str] = []

@@ -117,6 +117,18 @@ class Runtime(ABC):
         value: Tensor = _EagerUnshard.apply(self, index, self.shards[index])  # type: ignore[no-untyped-call]
         return self.noted(index, value)
 
+    def value(self, index: int, shard: Tensor) -> Tensor:
+        """Return a parameter's whole value, outside of autograd: its whole copy, or the shard that is the whole, or gathered."""
+        param, copy = self.params[index], self.wholes.copies[index]
+        if copy is not None:
+            self.wholes.arrive(index)
+            return copy.detach()
+        return shard.detach().to(param.compute_dtype) if param.dim is None else self.gather(param, shard)
+
+    def gather(self, param: Param, shard: Tensor) -> Tensor:
+        """Gather a sharded parameter that has no whole copy."""
+        return collectives.gather_wait(collectives.gather_start([shard], [param], self.group), [param], self.group)[0]
+
     def noted(self, index: int, value: Tensor) -> Tensor:
         """Remember a whole parameter that the forward was given, to notice a write into it."""
         if not value.is_inference():
@@ -242,22 +254,13 @@ class _EagerUnshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runtime: Runtime, index: int, shard: Tensor) -> Tensor:
         ctx.runtime, ctx.index = runtime, index
-        param, whole = runtime.params[index], runtime.wholes.copies[index]
-        if whole is not None:
-            runtime.wholes.arrive(index)
-            return whole.detach()
-        if param.dim is None:
-            return shard.detach().to(param.compute_dtype)
-        return collectives.gather_wait(collectives.gather_start([shard], [param], runtime.group), [param], runtime.group)[0]
+        return runtime.value(index, shard)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor | None]:
         gradients, index = ctx.runtime.gradients, ctx.index
-        if gradients.keeps_whole:
-            gradients.keep(index, grad)
-            return None, None, None
-        pending = gradients.take_pending(index)
-        return None, None, gradients.reduce(index, grad if pending is None else pending + grad)
+        total = gradients.to_reduce(index, grad)
+        return None, None, None if total is None else gradients.reduce(index, total)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Trace:
         """Keep what was recorded; return False where fewer steps were made than recorded."""
         whole = self.step == len(self.order)
         del self.order[self.step :]
-        self.is_complete, self.step = True, 0
+        self.is_complete = True
         return whole
 
 
