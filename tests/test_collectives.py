@@ -5,11 +5,21 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Pool
-from zerofx.collectives import TRANSPORTS, Group, gather_start, gather_wait, import_functional, reduce_start, reduce_wait
+from zerofx.collectives import (
+    TRANSPORTS,
+    Group,
+    gather_start,
+    gather_wait,
+    import_functional,
+    new_whole,
+    reduce_start,
+    reduce_wait,
+    refresh_start,
+)
 from zerofx.params import Param, choose_dim
 
-# In pieces (8 MiB and more), alone, packed with padding, along dimension 1, replicated.
-SHAPES = ((1501, 1500), (600, 100), (7, 3), (1, 12), ())
+# In pieces (8 MiB and more), alone, packed with what is too little alone, the same with padding, along dimension 1, replicated.
+SHAPES = ((1501, 1500), (1100, 512), (1025, 512), (7, 3), (1, 12), ())
 
 
 def params_of(world: int) -> list[Param]:
@@ -35,14 +45,19 @@ def exchange(rank: int, world: int) -> list[str]:
     ]
     found = []
     wholes = draws[0]
-    gathered = gather_wait(gather_start([shard_of(p, w, rank) for p, w in zip(params, wholes, strict=True)], params, group), params, group)
-    buffers = reduce_start(draws[rank], params, group, None)
-    if world > 1 and len(buffers) != TRANSPORTS["gloo"].pieces + 3:  # alone, packed, replicated
-        found.append(f"{len(buffers)} buffers")
-    reduced = reduce_wait(buffers, params, group)
-    for param, whole, back, shard in zip(params, wholes, gathered, reduced, strict=True):
+    shards = [shard_of(param, whole, rank) for param, whole in zip(params, wholes, strict=True)]
+    buffers = gather_start(shards, params, group), reduce_start(draws[rank], params, group, None)
+    for started in buffers:
+        if len(started) != TRANSPORTS["gloo"].pieces + 3:  # alone, packed, replicated
+            found.append(f"{len(started)} buffers")
+    gathered, reduced = gather_wait(buffers[0], params, group), reduce_wait(buffers[1], params, group)
+    standing = [new_whole(param, torch.device("cpu")) for param in params]
+    refresh_start(standing, shards, params, group).wait()
+    for param, whole, back, stood, shard in zip(params, wholes, gathered, standing, reduced, strict=True):
         if not torch.equal(whole, back):
             found.append(f"{param.name} is not gathered")
+        if not torch.equal(whole, stood):
+            found.append(f"{param.name} is not refreshed")
         mean = sum(draw[param.index] for draw in draws) / world
         if not torch.equal(shard_of(param, mean, rank), shard):
             found.append(f"{param.name} is not reduced")

@@ -27,18 +27,24 @@ class Transport:
 
     ``reduce`` is the collective behind a reduce-scatter. ``alone_bytes`` is the size of a whole parameter from which it
     travels in a collective of its own, without being packed into or unpacked from a shared buffer; ``split_bytes`` the one from
-    which its gradient travels in ``pieces``, several collectives at once.
+    which it travels in ``pieces``, several collectives at once. What is packed brings ``least_bytes`` together, if need be with
+    parameters that else travel alone.
     """
 
     reduce: str
     alone_bytes: int
+    least_bytes: int
     split_bytes: int
     pieces: int
 
 
 # gloo's reduce_scatter is an all-reduce inside (twice the bytes), so it exchanges chunks and sums locally (design, fact 15).
-# One exchange alone leaves half of the wire idle: 16 MiB at 1 gbit and two ranks take 129 ms in one, 80 ms in four pieces.
-TRANSPORTS = {"gloo": Transport("all_to_all", 128 * 2**10, 8 * 2**20, 4), "nccl": Transport("reduce_scatter", 2**63, 2**63, 1)}
+# Measured on two ranks at 500 mbit: one collective alone, sending 16 MiB, has 0.47 (exchange) to 0.62 (gather) of the wire, in four
+# pieces 0.89 to 0.93; and one of 13 KB among others of 2 MiB costs as much as 1.2 MiB more (0.95 of the wire becomes 0.81).
+TRANSPORTS = {
+    "gloo": Transport("all_to_all", alone_bytes=2**17, least_bytes=2**21, split_bytes=2**23, pieces=4),
+    "nccl": Transport("reduce_scatter", alone_bytes=2**63, least_bytes=0, split_bytes=2**63, pieces=1),
+}
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -145,19 +151,42 @@ def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:
 
     Only parameters of the same dtypes share a collective, and never a replicated one with a sharded one.
     """
-    alone: list[list[int]] = []
+    transport = group.transport
+    alone: list[int] = []
     packed: dict[tuple[bool, torch.dtype, torch.dtype], list[int]] = {}
     for position, param in enumerate(params):
-        if param.dim == 0 and param.whole_bytes >= group.transport.alone_bytes:
-            alone.append([position])
+        if param.dim == 0 and param.whole_bytes >= transport.alone_bytes:
+            alone.append(position)
         else:
-            packed.setdefault((param.dim is None, param.compute_dtype, param.dtype), []).append(position)
-    return [*alone, *packed.values()]
+            packed.setdefault(_kind(param), []).append(position)
+    for position in sorted(alone, key=lambda position: params[position].whole_bytes):
+        pack = packed.get(_kind(params[position]), [])
+        size = sum(params[packed_position].whole_bytes for packed_position in pack)
+        if 0 < size < transport.least_bytes and params[position].whole_bytes < transport.split_bytes:
+            pack.append(position)
+            alone.remove(position)
+    return [*([position] for position in alone), *packed.values()]
+
+
+def _kind(param: Param) -> tuple[bool, torch.dtype, torch.dtype]:
+    return param.dim is None, param.compute_dtype, param.dtype
 
 
 def is_alone(chunk: Sequence[int], params: Sequence[Param]) -> bool:
-    """Whether a collective of ``chunks`` carries one parameter as it lies in memory: nothing to pack or unpack."""
+    """Whether the collectives of a chunk carry one parameter only: nothing to pack."""
     return len(chunk) == 1 and params[chunk[0]].dim == 0
+
+
+def arrives_whole(chunk: Sequence[int], params: Sequence[Param], group: Group) -> bool:
+    """Whether a chunk's gather writes a parameter as it lies in memory: nothing to copy out of a buffer."""
+    return is_alone(chunk, params) and _pieces(chunk, params, group) == 1
+
+
+def _pieces(chunk: Sequence[int], params: Sequence[Param], group: Group) -> int:
+    """Return how many collectives a chunk is cut into."""
+    first = params[chunk[0]]
+    is_cut = is_alone(chunk, params) and first.whole_bytes >= group.transport.split_bytes
+    return min(group.transport.pieces, first.chunk) if is_cut else 1
 
 
 def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
@@ -166,24 +195,29 @@ def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group
     for chunk in chunks(params, group):
         cast = [shards[position].to(params[position].compute_dtype) for position in chunk]
         packed = cast[0] if is_alone(chunk, params) else _cat([shard.reshape(-1) for shard in cast], 0)
-        if params[chunk[0]].dim is not None:
-            out = packed.new_empty((packed.shape[0] * group.size, *packed.shape[1:]))
-            packed = _all_gather(packed, out, group)
-        buffers.append(packed)
+        if params[chunk[0]].dim is None:
+            buffers.append(packed)
+            continue
+        for piece in packed.tensor_split(_pieces(chunk, params, group)):
+            out = piece.new_empty((piece.shape[0] * group.size, *piece.shape[1:]))
+            buffers.append(_all_gather(piece, out, group))
     return buffers
 
 
 def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
     """Wait for ``gather_start`` and return the whole parameters, in the order of ``params``."""
     wholes: dict[int, Tensor] = {}
-    for buffer, chunk in zip(buffers, chunks(params, group), strict=True):
+    left = iter(buffers)
+    for chunk in chunks(params, group):
         first = params[chunk[0]]
-        arrived = buffer if first.dim is None else torch.ops._c10d_functional.wait_tensor(buffer)
+        arrived = [next(left)] if first.dim is None else _wait(left, _pieces(chunk, params, group), group)
         if is_alone(chunk, params):
-            wholes[chunk[0]] = _without_padding(arrived, first)
+            if len(arrived) > 1:
+                arrived = [torch.cat([piece.unflatten(0, (group.size, -1)) for piece in arrived], 1).flatten(0, 1)]
+            wholes[chunk[0]] = _without_padding(arrived[0], first)
             continue
         sizes = [params[position].shard_numel for position in chunk]
-        rows = arrived.view(1 if first.dim is None else group.size, -1)
+        rows = arrived[0].view(1 if first.dim is None else group.size, -1)
         for position, part in zip(chunk, rows.split(sizes, dim=1), strict=True):
             wholes[position] = _join(part, params[position])
     return [wholes[position] for position in range(len(params))]
@@ -239,17 +273,12 @@ def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group,
         padded = [_with_padding(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
         if is_alone(chunk, params):
             by_rank = padded[0].unflatten(0, (group.size, -1))
-            for piece in by_rank.tensor_split(_pieces(params[chunk[0]], group), dim=1):
+            for piece in by_rank.tensor_split(_pieces(chunk, params, group), dim=1):
                 buffers.append(_reduce_scatter(piece.reshape(-1, *piece.shape[2:]).contiguous(), group))
         else:
             packed = _cat([_cut(grad, params[position]) for grad, position in zip(padded, chunk, strict=True)], 1).contiguous()
             buffers.append(_reduce_scatter(packed, group))
     return buffers
-
-
-def _pieces(param: Param, group: Group) -> int:
-    """Return how many collectives the gradient of a parameter that travels alone is cut into."""
-    return min(group.transport.pieces, param.chunk) if param.whole_bytes >= group.transport.split_bytes else 1
 
 
 def _reduce_scatter(packed: Tensor, group: Group) -> Tensor:
@@ -287,7 +316,7 @@ def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
         if first.dim is None:
             (total,) = _wait(left, 1, group)
         else:
-            arrived = _wait(left, _pieces(first, group) if is_alone(chunk, params) else 1, group)
+            arrived = _wait(left, _pieces(chunk, params, group), group)
             total = _cat([_total(piece, group) for piece in arrived], 0)
         divided = group.size == 1 or (first.dim is None and total.dtype in _NARROW)
         mean = total.to(first.dtype) if divided else total.to(first.dtype) / group.size
@@ -309,20 +338,23 @@ class Refresh:
 
     def wait(self) -> None:
         """Finish: after this the whole copies hold the parameters of all ranks."""
-        for buffer, chunk in zip(self.buffers, chunks(self.params, self.group), strict=True):
-            torch.ops._c10d_functional.wait_tensor(buffer)
-            if not is_alone(chunk, self.params):
-                parts = tuple(self.params[position] for position in chunk)
-                for position, whole in zip(chunk, gather_wait([buffer], parts, self.group), strict=True):
-                    self.wholes[position].copy_(whole)
+        left = iter(self.buffers)
+        for chunk in chunks(self.params, self.group):
+            if arrives_whole(chunk, self.params, self.group):
+                _wait(left, 1, self.group)
+                continue
+            parts = [self.params[position] for position in chunk]
+            buffers = list(itertools.islice(left, _pieces(chunk, self.params, self.group)))
+            for position, whole in zip(chunk, gather_wait(buffers, parts, self.group), strict=True):
+                self.wholes[position].copy_(whole)
         torch.autograd.graph.increment_version(list(self.wholes))
 
 
 def refresh_start(wholes: Sequence[Tensor], shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> Refresh:
-    """Launch the gather of padded shards into padded whole copies; large ones arrive in place, without a copy."""
+    """Launch the gather of padded shards into padded whole copies; some arrive in place, without a copy."""
     buffers = []
     for chunk in chunks(params, group):
-        if is_alone(chunk, params):
+        if arrives_whole(chunk, params, group):
             param = params[chunk[0]]
             cast, whole = shards[chunk[0]].to(param.compute_dtype), wholes[chunk[0]]
             padded = whole.as_strided(param.padded_shape, whole.stride())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from zerofx.collectives import Group, chunks, is_alone
+from zerofx.collectives import Group, arrives_whole, chunks
 from zerofx.params import Param
 from zerofx.program import Mark, Phase, Program
 
@@ -27,7 +27,7 @@ class Live:
 
 def packed_bytes(params: Sequence[Param], group: Group) -> int:
     """Bytes that a bucket's gather copies out of shared buffers; both copies live while it does."""
-    shared = [chunk for chunk in chunks(params, group) if not is_alone(chunk, params)]
+    shared = [chunk for chunk in chunks(params, group) if not arrives_whole(chunk, params, group)]
     return sum(params[position].whole_bytes for chunk in shared for position in chunk)
 
 
