@@ -27,7 +27,7 @@ class BucketPlan:
 class Bucket:
     """Merge neighbours of one block into a bucket, and small neighbouring blocks into one.
 
-    The first gather and the last reduction stay small (a taper): no compute can hide them. Under a memory limit,
+    The first gathers and the last reductions stay small (a taper): little compute can hide them. Under a memory limit,
     buckets shrink until the program fits without prefetch, down to one parameter each.
     """
 
@@ -92,7 +92,7 @@ def _plan(program: Program, gathers: list[int], reduces: list[int], max_bytes: i
 
 
 def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
-    """Cut an order into buckets: by block, small neighbours merged, large ones split, the first one tapered."""
+    """Cut an order into buckets: by block, small neighbours merged, large ones split, the first that can be cut tapered."""
     buckets: list[list[Param]] = []
     for index in order:
         param = program.params[index]
@@ -106,8 +106,13 @@ def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
     ):
         tail = buckets.pop()
         buckets[-1].extend(tail)
-    if buckets:
-        buckets[:1] = _taper(buckets[0], program.config.bucket_min_bytes)
+    before = 0
+    for place, bucket in enumerate(buckets):
+        parts = _taper(bucket, program.config.bucket_min_bytes)
+        if len(parts) > 1 or before > max_bytes:
+            buckets[place : place + 1] = parts
+            break
+        before += _bytes(bucket)
     return tuple(tuple(param.index for param in bucket) for bucket in buckets)
 
 
@@ -119,11 +124,10 @@ def _closes(program: Program, bucket: list[Param], param: Param, max_bytes: int)
 
 
 def _taper(bucket: list[Param], min_bytes: int) -> list[list[Param]]:
-    """Split a bucket after the first parameters that are worth a collective, where as much is left behind them."""
-    for cut in range(1, len(bucket)):
-        if _bytes(bucket[:cut]) >= min_bytes:
-            return [bucket[:cut], bucket[cut:]] if _bytes(bucket[cut:]) >= min_bytes else [bucket]
-    return [bucket]
+    """Split a bucket before half of its bytes, where both parts are worth a collective."""
+    most = max(min_bytes, _bytes(bucket) // 2)
+    cut = next(cut for cut in range(1, len(bucket) + 1) if cut == len(bucket) or _bytes(bucket[: cut + 1]) > most)
+    return [bucket[:cut], bucket[cut:]] if min(_bytes(bucket[:cut]), _bytes(bucket[cut:])) >= min_bytes else [bucket]
 
 
 def _bytes(bucket: list[Param]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zerofx import memory
 from zerofx.params import block_of
 from zerofx.program import Level, Program
 
@@ -28,16 +30,16 @@ class RecomputePlan:
 class Recompute:
     """Tag gathers, and whatever follows from parameters alone, so that no whole parameter crosses to the backward.
 
-    The parameters that the backward starts with stay: they would be gathered again at once.
+    The parameters that the backward starts with stay: they would be gathered again at once, ahead of use.
     """
 
     takes: ClassVar[Level] = Level.UNSHARDED
     gives: ClassVar[Level] = Level.RECOMPUTED
 
     def plan(self, program: Program) -> RecomputePlan:
-        """Keep the block that the forward ends with, where half of the memory limit holds it; recompute the rest."""
+        """Keep what the forward ends with, as much as may be whole at once and half of the memory limit holds; recompute the rest."""
         gathers = [(node, mark.params[0]) for node, mark in program.marked("gather")]
-        keep = _last_block(program, gathers)
+        keep = _last(program, gathers)
         derived: dict[Node, None] = {node: None for node, _ in gathers}
         for node in program.graph.nodes:
             if node not in derived and _follows_from(node, derived):
@@ -61,18 +63,29 @@ def _tag(node: Node, policy: CheckpointPolicy) -> None:
     node.meta["ac_graph_id"] = _REGION
 
 
-def _last_block(program: Program, gathers: list[tuple[Node, int]]) -> tuple[int, ...]:
-    forward_reads = {node: [user for user in node.users if not _is_backward(user)] for node, _ in gathers}
+def _last(program: Program, gathers: list[tuple[Node, int]]) -> tuple[int, ...]:
     places = program.positions()
-    last = {index: max((places[user] for user in forward_reads[node]), default=-1) for node, index in gathers}
-    if not last:
-        return ()
-    final = max(last, key=lambda index: last[index])
-    block = block_of(program.params[final].name)
-    keep = tuple(sorted(index for index in last if block_of(program.params[index].name) == block or index == final))
-    total = sum(program.params[index].whole_bytes for index in keep)
+    last = {index: max((places[user] for user in node.users if not _is_backward(user)), default=-1) for node, index in gathers}
     limit = program.config.memory_limit_bytes
-    return keep if total <= program.config.bucket_max_bytes and (limit is None or 2 * total <= limit) else ()
+    most = memory.window_bytes(program.config, _largest_bytes(program))
+    if limit is not None:
+        most = min(most, limit // 2)
+    keep, total = list[int](), 0
+    for index in sorted(last, key=lambda index: last[index], reverse=True):
+        total += program.params[index].whole_bytes
+        if total > most:
+            break
+        keep.append(index)
+    return tuple(sorted(keep))
+
+
+def _largest_bytes(program: Program) -> int:
+    """Return the size of the largest bucket that gathers will have: a block, or a parameter larger than a bucket may be."""
+    blocks: Counter[str] = Counter()
+    for param in program.params:
+        blocks[block_of(param.name)] += param.whole_bytes
+    largest = max((param.whole_bytes for param in program.params), default=0)
+    return max(largest, min(program.config.bucket_max_bytes, max(blocks.values(), default=0)))
 
 
 def _is_backward(node: Node) -> bool:

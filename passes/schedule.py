@@ -84,69 +84,82 @@ def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> Memo
 class _Line:
     """The events of one program in order, with the bytes alive after each; moves stretch lifetimes on it.
 
-    Without a memory limit, whole parameters may take one bucket more than they need without prefetch.
+    Whole parameters may take what they need without prefetch, or one of the largest bucket and ``prefetch_buckets`` more, whichever
+    is more; reductions in flight ``reduces_in_flight`` of theirs; and all together no more than the memory limit.
     """
 
     def __init__(self, program: Program) -> None:
+        config = program.config
         self.program = program
         events = memory.live(program)
         self.nodes = [event.node for event in events]
         self.place = {node: place for place, node in enumerate(self.nodes)}
+        self.end = output_of(program.graph)
         self._whole = [event.whole_bytes for event in events]
-        self._total = [event.total_bytes for event in events]
-        self._limit = program.config.memory_limit_bytes
-        largest = max((memory.bucket_bytes(program, mark) for _, mark in program.marked("gather_start")), default=0)
-        self._whole_limit = max(self._whole, default=0) + largest
+        self._buffers = [event.buffer_bytes for event in events]
+        self._limit = config.memory_limit_bytes
+        self._most_whole = max(memory.window_bytes(config, self._largest("gather_start")), *self._whole, 0)
+        self._most_buffers = config.reduces_in_flight * self._largest("reduce_start")
+
+    def _largest(self, kind: str) -> int:
+        return max((memory.bucket_bytes(self.program, mark) for _, mark in self.program.marked(kind)), default=0)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive after any event."""
-        return max(self._total, default=0)
+        return max(map(sum, zip(self._whole, self._buffers, strict=True)), default=0)
 
-    def _stretch(self, start: int, stop: int, size: int, *, whole: bool) -> bool:
-        """Add bytes to the events in [start, stop), where all of them stay within the limit."""
-        if self._limit is not None:
-            if any(total + size > self._limit for total in self._total[start:stop]):
-                return False
-        elif whole and any(alive + size > self._whole_limit for alive in self._whole[start:stop]):
+    def _fits(self, line: list[int], most: int, start: int, stop: int, size: int) -> bool:
+        """Whether bytes can be added to the events in [start, stop)."""
+        if any(alive + size > most for alive in line[start:stop]):
             return False
-        self._total[start:stop] = [total + size for total in self._total[start:stop]]
-        if whole:
-            self._whole[start:stop] = [alive + size for alive in self._whole[start:stop]]
-        return True
+        limit, alive = self._limit, zip(self._whole[start:stop], self._buffers[start:stop], strict=True)
+        return limit is None or all(whole + buffers + size <= limit for whole, buffers in alive)
 
     def place_gathers(self) -> list[Move]:
-        """Launch each gather at the beginning, or at the earliest wait or reduction that the distance and the limit allow."""
+        """Launch each gather as early as memory allows: at the beginning, or where a wait or a reduction stands anyway."""
         starts = [node for node, _ in self.program.marked("gather_start")]
-        waits = [node for node, _ in self.program.marked("gather_wait")]
+        if self.program.config.prefetch_buckets == 0 or not starts:
+            return []
         first = next(node for node in self.program.graph.nodes if node.op != "placeholder" and node not in starts)
         anchors = [(first, 0), *((node, self.place[node]) for node, _ in self.program.marked("gather_wait", "reduce_start"))]
-        ahead, moves, floor = self.program.config.prefetch_buckets, [], 0
-        for number, start in enumerate(starts):
+        moves, floor = list[Move](), 0
+        for start in starts:
             size = memory.bucket_bytes(self.program, start.meta["zerofx"])
-            earliest = self.place[waits[number - ahead]] if number >= ahead else 0
-            for anchor, place in anchors:
-                early_enough = place < self.place[start] or anchor is first
-                if max(floor, earliest) <= place and early_enough and self._stretch(place, self.place[start], size, whole=True):
-                    moves.append(Move(start.name, anchor.name))
-                    floor = place
+            reach, target = self.place[start], first if self.place[start] == 0 else None
+            for anchor, place in reversed(anchors):
+                if place >= self.place[start]:
+                    continue
+                if place < floor or not self._fits(self._whole, self._most_whole, place, reach, size):
                     break
-            else:
-                floor = self.place[start]
+                reach, target = place, anchor
+            floor = reach
+            if target is not None:
+                _add(self._whole, reach, self.place[start], size)
+                moves.append(Move(start.name, target.name))
         return moves
 
     def place_reduces(self) -> list[Move]:
-        """Wait for each reduction after a later one has started, or at the end."""
+        """Wait for each reduction as late as memory allows: behind the launch of a later one, or at the end."""
         starts = [node for node, _ in self.program.marked("reduce_start")]
         waits = [node for node, _ in self.program.marked("reduce_wait")]
-        allowed, moves = self.program.config.reduces_in_flight, []
-        for number, wait in enumerate(waits):
-            size = memory.bucket_bytes(self.program, wait.meta["zerofx"])
-            for later in range(min(number + allowed - 1, len(starts)), number, -1):
-                stop = self.place[starts[later]] + 1 if later < len(starts) else len(self.nodes)
-                if self._stretch(self.place[wait], stop, size, whole=False):
-                    # in front of the later bucket's own wait is right behind its start
-                    target = waits[later] if later < len(starts) else output_of(self.program.graph)
-                    moves.append(Move(wait.name, target.name))
+        # in front of a bucket's own wait is right behind its start
+        anchors = [*((wait, self.place[start] + 1) for start, wait in zip(starts, waits, strict=True)), (self.end, len(self.nodes))]
+        moves, last = list[Move](), len(starts)
+        for number in reversed(range(len(waits))):
+            size = memory.bucket_bytes(self.program, waits[number].meta["zerofx"])
+            reach, found = self.place[waits[number]], number
+            for later in range(number + 1, last + 1):
+                _, stop = anchors[later]
+                if not self._fits(self._buffers, self._most_buffers, reach, stop, size):
                     break
-        return moves
+                reach, found = stop, later
+            if found > number:
+                _add(self._buffers, self.place[waits[number]], reach, size)
+                moves.append(Move(waits[number].name, anchors[found][0].name))
+            last = max(found, number)
+        return moves[::-1]
+
+
+def _add(line: list[int], start: int, stop: int, size: int) -> None:
+    line[start:stop] = [alive + size for alive in line[start:stop]]

@@ -61,8 +61,8 @@ class Config:
     """Settings of one compiled model. Equal on all ranks.
 
     The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
-    communication buffers in flight on one rank; None lets the schedule hold one bucket more than it needs, so that the next
-    gather overlaps.
+    communication buffers in flight on one rank. Below it, whole parameters may take one of the largest bucket in use and
+    ``prefetch_buckets`` more ahead of use, and gradients ``reduces_in_flight`` of theirs while they reduce; 0 overlaps nothing.
     """
 
     stage: int = 3
@@ -74,7 +74,7 @@ class Config:
     memory_limit_bytes: int | None = None
     bucket_max_bytes: int = 25 * 2**20
     bucket_min_bytes: int = 128 * 2**10
-    prefetch_buckets: int = 2
+    prefetch_buckets: int = 1
     reduces_in_flight: int = 2
     whole_graph: bool = False
     hooks: HookLimits = HookLimits()
