@@ -31,7 +31,8 @@ def test_large_blocks_split() -> None:
 
 
 def test_first_gather_and_last_reduction_taper() -> None:
-    found = compilation(stack(3, stage=3, bucket_max_bytes=2**22, bucket_min_bytes=2**17))
+    found = compilation(stack(3, stage=3, bucket_max_bytes=2**22, bucket_min_bytes=2**15))
     assert found.forward is not None
-    sizes = [sum(found.forward.params[i].whole_bytes for i in members) for members in _buckets(found.backward, "reduce_start")]
-    assert sizes[-1] <= max(sizes)
+    for program, kind, end in ((found.forward, "gather_start", 0), (found.backward, "reduce_start", -1)):
+        sizes = [sum(found.forward.params[i].whole_bytes for i in members) for members in _buckets(program, kind)]
+        assert 2**15 <= sizes[end] <= sum(sizes) / 4

@@ -14,8 +14,8 @@ def _limits(model: nn.Module) -> int:
     return caught.value.smallest_bytes
 
 
-def _programs(limit: int | None) -> list[Program]:
-    found = compilation(stack(6, stage=3, memory_limit_bytes=limit))
+def _programs(limit: int | None, **options: int) -> list[Program]:
+    found = compilation(stack(6, stage=3, memory_limit_bytes=limit, **options))
     assert found.forward is not None
     assert found.backward is not None
     return [found.forward, found.backward]
@@ -53,11 +53,32 @@ def test_no_event_exceeds_the_limit(share: float) -> None:
     assert max(peaks) <= limit
 
 
-def test_a_generous_limit_runs_two_buckets_ahead() -> None:
-    order = [(mark.kind, mark.bucket) for _, mark in _programs(2**30)[0].marked("gather_start", "gather_wait")]
-    buckets = max(bucket for _, bucket in order)
-    for bucket in range(2, buckets + 1):
-        assert order.index(("gather_start", bucket)) < order.index(("gather_wait", bucket - 2))
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_gathers_run_ahead_as_far_as_the_window_is_wide(ahead: int) -> None:
+    program = _programs(None, prefetch_buckets=ahead)[0]
+    largest = max(memory.bucket_bytes(program, mark) for _, mark in program.marked("gather_start"))
+    whole = [event.whole_bytes for event in memory.live(program)]
+    assert max(whole) <= (1 + ahead) * largest
+    order = [(mark.kind, mark.bucket) for _, mark in program.marked("gather_start", "gather_wait")]
+    for bucket in range(ahead, max(bucket for _, bucket in order) + 1):
+        assert order.index(("gather_start", bucket)) < order.index(("gather_wait", bucket - ahead))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_reductions_run_on_as_far_as_their_window_is_wide(in_flight: int) -> None:
+    backward = _programs(None, reduces_in_flight=in_flight)[1]
+    largest = max(memory.bucket_bytes(backward, mark) for _, mark in backward.marked("reduce_start"))
+    buffers = [event.buffer_bytes for event in memory.live(backward) if event.node.meta["zerofx"].kind.startswith("reduce")]
+    assert max(buffers) <= in_flight * largest
+    order = [(mark.kind, mark.bucket) for _, mark in backward.marked("reduce_start", "reduce_wait")]
+    for bucket in range(in_flight - 1, max(bucket for _, bucket in order) + 1):
+        assert order.index(("reduce_start", bucket)) < order.index(("reduce_wait", bucket - in_flight + 1))
+
+
+def test_a_window_of_nothing_overlaps_nothing() -> None:
+    for program in _programs(None, prefetch_buckets=0, reduces_in_flight=0):
+        kinds = [mark.kind for _, mark in program.marked("gather_start", "gather_wait", "reduce_start", "reduce_wait")]
+        assert all(wait == start.replace("start", "wait") for start, wait in zip(kinds[::2], kinds[1::2], strict=True))
 
 
 def test_the_error_names_the_event_and_the_remedy() -> None:
