@@ -127,7 +127,8 @@ def _taper(bucket: list[Param], min_bytes: int) -> list[list[Param]]:
     """Split a bucket before half of its bytes, where both parts are worth a collective."""
     most = max(min_bytes, _bytes(bucket) // 2)
     cut = next(cut for cut in range(1, len(bucket) + 1) if cut == len(bucket) or _bytes(bucket[: cut + 1]) > most)
-    return [bucket[:cut], bucket[cut:]] if min(_bytes(bucket[:cut]), _bytes(bucket[cut:])) >= min_bytes else [bucket]
+    parts = [bucket[:cut], bucket[cut:]]
+    return parts if all(part and _bytes(part) >= min_bytes for part in parts) else [bucket]
 
 
 def _bytes(bucket: list[Param]) -> int:

@@ -64,6 +64,8 @@ def _tag(node: Node, policy: CheckpointPolicy) -> None:
 
 
 def _last(program: Program, gathers: list[tuple[Node, int]]) -> tuple[int, ...]:
+    if not program.keeps:
+        return ()
     places = program.positions()
     last = {index: max((places[user] for user in node.users if not _is_backward(user)), default=-1) for node, index in gathers}
     limit = program.config.memory_limit_bytes

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zerofx
 from tests.models import COUNTED, FROZEN, ODD_SIZES, SEED, TIED_MLP, Counted, TiedMLP, case_named
 from tests.ranks import Failure, Pool
-from tests.reference import Trace, difference, differences, named_differences, train, whole_parameters
+from tests.reference import Trace, difference, differences, named_differences, train, whole_gradients, whole_parameters
 from tests.stages import STAGES, at_stage, compiled
 
 SHARDED_STAGES = (1, 2, 3)
@@ -353,3 +353,57 @@ def environment_and_flags(rank: int, world: int) -> list[object]:
 
 def test_nothing_global_changes(ranks: Pool) -> None:
     assert ranks.run(environment_and_flags, 2) == [[True] * 6] * 2
+
+
+class Viewed(nn.Module):
+    """Fewer rows than three ranks, columns that three do not divide; and a forward that needs them contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(16.0).view(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight.view(16)).sum()
+
+
+def view_whole(rank: int, world: int) -> list[str]:
+    found, line = [], torch.arange(16.0)
+    for backend in ("aot_eager", "hooks"):
+        for stage in STAGES:
+            model = zerofx.compile(Viewed(), stage=stage, backend=backend)
+            loss = model(line)
+            loss.backward()
+            if not torch.equal(loss.detach(), (line * line).sum()) or not torch.equal(model.weight.grad.full_tensor().flatten(), line):
+                found.append(f"{backend}, stage {stage}")
+    return found
+
+
+def test_whole_parameters_are_contiguous(ranks: Pool) -> None:
+    assert ranks.run(view_whole, 3) == [[]] * 3
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+        self.weight = nn.Parameter(torch.randn(4, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.weight).sum()
+
+
+def other_sizes(rank: int, world: int) -> list[str]:
+    found, x = [], torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    for stage in STAGES:
+        for width in (6, 8, 10, 12):
+            torch.manual_seed(0)
+            plain = Scaled(width)
+            model = zerofx.compile(copy.deepcopy(plain), stage=stage, backend="aot_eager")
+            for trained in (plain, model):
+                trained(x).backward()
+            found += named_differences(f"stage {stage}, width {width}", whole_gradients(model), whole_gradients(plain))
+    return found
+
+
+def test_models_of_one_class_and_other_sizes(ranks: Pool) -> None:
+    assert ranks.run(other_sizes, 2) == [[]] * 2

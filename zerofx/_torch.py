@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -108,6 +108,12 @@ def pin_order(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
     from torch.utils._ordered_set import OrderedSet
 
     preserve_node_ordering(graph, {node: OrderedSet([before]) for before, node in itertools.pairwise(nodes)})
+
+
+def mark_static(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep Dynamo from taking the sizes of tensors for dynamic because another object of the same code had others."""
+    for tensor in tensors:
+        torch._dynamo.mark_static(tensor)
 
 
 def check_cxx_compiler() -> str | None:

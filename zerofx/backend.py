@@ -87,6 +87,7 @@ class CompiledRuntime(Runtime):
         self.executed: list[Compilation] = []  # those that the current forward runs, in order
         self.last_step: list[Compilation] = []  # those of the last forward, the last trained one where there is one
         self._compiled: Forward | None = None
+        _torch.mark_static(copy for copy in self.wholes.copies if copy is not None)
 
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiled is None:
@@ -96,6 +97,7 @@ class CompiledRuntime(Runtime):
             )
         assert self._compiled is not None
         self.executed = []
+        _torch.mark_static(self.shards)
         try:
             return self._compiled(module, *args, **kwargs)
         except _torch.BackendCompilerFailed as error:
@@ -129,15 +131,25 @@ class _Tracing:
 
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Run the joint passes, split the graph, and schedule both parts, before anything is compiled."""
-        traced = self._joint(joint)
-        compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
-        start = time.perf_counter()
-        forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
-        self.compilation.spend("partition", start)
-        self._source = replace(traced, module=backward, phase=Phase.BACKWARD)
-        parts = [replace(traced, module=forward, phase=Phase.FORWARD), self._source]
-        self.compilation.forward, self.compilation.backward = self._schedule(parts)
-        return forward, backward
+        program = self._joint(joint)
+
+        def scheduled(program: Program) -> tuple[GraphModule, GraphModule]:
+            traced = self._run(program, Level.RECOMPUTED)
+            compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
+            start = time.perf_counter()
+            forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
+            self.compilation.spend("partition", start)
+            self._source = replace(traced, module=backward, phase=Phase.BACKWARD)
+            parts = [replace(traced, module=forward, phase=Phase.FORWARD), self._source]
+            self.compilation.forward, self.compilation.backward = self._schedule(parts)
+            return forward, backward
+
+        try:
+            return scheduled(program)
+        except MemoryLimitError:
+            # what is kept between the two costs memory, so that only without it the limit is really too small
+            self.compilation.records.clear()
+            return scheduled(replace(program, keeps=False))
 
     def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled forward."""
@@ -146,7 +158,7 @@ class _Tracing:
 
     def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Schedule and lower a graph without a backward."""
-        traced = replace(self._joint(gm), phase=Phase.FORWARD)
+        traced = replace(self._run(self._joint(gm), Level.RECOMPUTED), phase=Phase.FORWARD)
         (self.compilation.forward,) = self._schedule([traced])
         return self._forward(self.compilation.forward)
 
@@ -180,7 +192,7 @@ class _Tracing:
             start = time.perf_counter()
             program = replace(program, module=_torch.inductor_joint_passes(module, device))
             self.compilation.spend("inductor joint passes", start)
-        return self._run(program, Level.RECOMPUTED)
+        return program
 
     def _schedule(self, programs: list[Program]) -> list[Program]:
         """Schedule each program; where several do not fit the memory limit, raise the error that asks for the most."""

@@ -243,7 +243,8 @@ def _join(part: Tensor, param: Param) -> Tensor:
     if param.dim is None:
         return part.reshape(param.shape)
     by_rank = part.reshape(param.world_size, *param.shard_shape)
-    return _without_padding(by_rank.movedim(0, param.dim).reshape(param.padded_shape), param)
+    # a view along any other dimension than 0 would have strides that the model does not expect
+    return _without_padding(by_rank.movedim(0, param.dim).reshape(param.padded_shape), param).contiguous()
 
 
 def _with_padding(grad: Tensor, param: Param) -> Tensor:
@@ -366,9 +367,9 @@ def refresh_start(wholes: Sequence[Tensor], shards: Sequence[Tensor], params: Se
 
 
 def new_whole(param: Param, device: torch.device) -> Tensor:
-    """Allocate a persistent whole copy, with room behind it for the padding of the last shards."""
-    padded = torch.empty(param.padded_shape, dtype=param.compute_dtype, device=device)
-    return padded if param.dim is None else padded.narrow(param.dim, 0, param.shape[param.dim])
+    """Allocate a persistent whole copy, contiguous, with room behind it where the padding of the last shards may arrive in place."""
+    room = torch.empty(param.padded_shape if param.dim == 0 else param.shape, dtype=param.compute_dtype, device=device)
+    return room.narrow(0, 0, param.shape[0]) if param.dim == 0 else room
 
 
 def import_functional() -> None:

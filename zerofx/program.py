@@ -57,7 +57,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A graph module that it owns, with the phase, level, parameter table, ranks and settings."""
+    """A graph module that it owns, with the phase, level, parameter table, ranks and settings.
+
+    ``keeps`` says whether the backward may keep whole parameters of the forward.
+    """
 
     module: GraphModule
     phase: Phase
@@ -67,6 +70,7 @@ class Program:
     config: Config
     refresh_buckets: tuple[tuple[int, ...], ...] = ()
     sync: Sync = Sync.REDUCE
+    keeps: bool = True
 
     @property
     def graph(self) -> Graph:

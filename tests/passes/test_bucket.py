@@ -1,4 +1,8 @@
-from tests.programs import compilation, stack
+import pytest
+import torch
+from torch import nn
+
+from tests.programs import compilation, compiled, stack
 from zerofx.params import block_of
 from zerofx.program import Program
 
@@ -28,6 +32,14 @@ def test_large_blocks_split() -> None:
     for members in _buckets(found.forward, "gather_start"):
         size = sum(found.forward.params[index].whole_bytes for index in members)
         assert size <= 2**16 or len(members) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buckets_without_a_least_size(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Flatten(0))
+    model.register_forward_hook(lambda module, inputs, output: output.sum())
+    found = compilation(compiled(model, torch.randn(2, 8), stage=stage, bucket_min_bytes=0))
+    assert [len(members) for members in _buckets(found.backward, "reduce_start")] == [1, 1]
 
 
 def test_first_gather_and_last_reduction_taper() -> None:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zerofx
 from tests.programs import TiedStack, compilation, compiled, fake_ranks, stack
@@ -43,6 +43,29 @@ def test_the_smallest_limit_in_the_message_is_the_smallest_that_works() -> None:
         assert memory.peak_bytes(program) <= smallest
     with pytest.raises(zerofx.MemoryLimitError, match=f"the smallest that works is {smallest} bytes"):
         stack(6, stage=3, memory_limit_bytes=smallest - 1)
+
+
+class UsedFirstAndLast(nn.Module):
+    """What stays whole from forward to backward stands beside the reduction of another, larger parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(400, 512))
+        self.between = nn.Linear(512, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.between(torch.sin(x * self.scale)) + self.scale).sum()
+
+
+def test_what_stays_never_makes_a_limit_too_small() -> None:
+    x = torch.randn(400, 512)
+    with pytest.raises(zerofx.MemoryLimitError) as caught:
+        compiled(UsedFirstAndLast(), x, stage=3, memory_limit_bytes=1)
+    smallest = caught.value.smallest_bytes
+    model = compiled(UsedFirstAndLast(), x, stage=3, memory_limit_bytes=smallest)
+    assert zerofx.schedule(model).peak_total_bytes <= smallest
+    kept = next(record.plan.keep for record in compilation(model).records if record.name == "Recompute")
+    assert kept == ()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.7, 1.5])
