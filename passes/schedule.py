@@ -84,8 +84,8 @@ def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> Memo
 class _Line:
     """The events of one program in order, with the bytes alive after each; moves stretch lifetimes on it.
 
-    Whole parameters may take what they need without prefetch, or one of the largest bucket and ``prefetch_buckets`` more, whichever
-    is more; reductions in flight ``reduces_in_flight`` of theirs; and all together no more than the memory limit.
+    Parameters that are whole ahead of use may take ``prefetch_buckets`` of the largest bucket, reductions in flight
+    ``reduces_in_flight`` of theirs, and all that is whole or in flight no more than the memory limit.
     """
 
     def __init__(self, program: Program) -> None:
@@ -98,11 +98,22 @@ class _Line:
         self._whole = [event.whole_bytes for event in events]
         self._buffers = [event.buffer_bytes for event in events]
         self._limit = config.memory_limit_bytes
-        self._most_whole = max(memory.window_bytes(config, self._largest("gather_start")), *self._whole, 0)
+        self._ahead = self._kept_bytes()
+        self._most_ahead = config.prefetch_buckets * self._largest("gather_start")
         self._most_buffers = config.reduces_in_flight * self._largest("reduce_start")
 
     def _largest(self, kind: str) -> int:
         return max((memory.bucket_bytes(self.program, mark) for _, mark in self.program.marked(kind)), default=0)
+
+    def _kept_bytes(self) -> list[int]:
+        """Return the bytes that were kept since the forward and are not used yet, at each event."""
+        places, ahead = self.program.positions(), [0] * len(self.nodes)
+        for node, mark in self.program.marked("gather"):
+            if node.op == "placeholder":
+                first = min((places[user] for user in node.users), default=0)
+                stop = sum(places[event] < first for event in self.nodes)
+                _add(ahead, 0, stop, memory.bucket_bytes(self.program, mark))
+        return ahead
 
     @property
     def peak_bytes(self) -> int:
@@ -130,12 +141,13 @@ class _Line:
             for anchor, place in reversed(anchors):
                 if place >= self.place[start]:
                     continue
-                if place < floor or not self._fits(self._whole, self._most_whole, place, reach, size):
+                if place < floor or not self._fits(self._ahead, self._most_ahead, place, reach, size):
                     break
                 reach, target = place, anchor
             floor = reach
             if target is not None:
-                _add(self._whole, reach, self.place[start], size)
+                for line in (self._ahead, self._whole):
+                    _add(line, reach, self.place[start], size)
                 moves.append(Move(start.name, target.name))
         return moves
 

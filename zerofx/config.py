@@ -61,8 +61,8 @@ class Config:
     """Settings of one compiled model. Equal on all ranks.
 
     The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
-    communication buffers in flight on one rank. Below it, whole parameters may take one of the largest bucket in use and
-    ``prefetch_buckets`` more ahead of use, and gradients ``reduces_in_flight`` of theirs while they reduce; 0 overlaps nothing.
+    communication buffers in flight on one rank. Below it, parameters may be whole ahead of use by the bytes of ``prefetch_buckets`` of the
+    largest bucket, and gradients in flight by those of ``reduces_in_flight`` (in the eager mode: so many buckets); 0 overlaps nothing.
     """
 
     stage: int = 3

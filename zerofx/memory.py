@@ -50,7 +50,7 @@ def bucket_bytes(program: Program, mark: Mark) -> int:
 
 
 def window_bytes(config: Config, largest: int) -> int:
-    """Bytes of whole parameters that a schedule may hold at once where it could do with ``largest``, its largest bucket."""
+    """Bytes of whole parameters, of which ``largest`` is the largest bucket: one in use, the others ahead of use."""
     return (1 + config.prefetch_buckets) * largest
 
 
