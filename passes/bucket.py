@@ -12,6 +12,9 @@ from zerofx import memory, ops
 from zerofx.params import Param, block_of
 from zerofx.program import Level, Mark, Program
 
+# The taper makes the block that it cuts compile apart from its equals: that must save more than a small bucket's time.
+_WORTH = 8
+
 Buckets = tuple[tuple[int, ...], ...]
 
 
@@ -27,7 +30,8 @@ class BucketPlan:
 class Bucket:
     """Merge neighbours of one block into a bucket, and small neighbouring blocks into one.
 
-    The first gathers and the last reductions stay small (a taper): little compute can hide them. Under a memory limit,
+    The first gathers and the last reductions stay small (a taper): little compute can hide them, where nothing was kept since the
+    forward. Under a memory limit,
     buckets shrink until the program fits without prefetch, down to one parameter each.
     """
 
@@ -86,12 +90,13 @@ def _insert(program: Program, kind: str, nodes: list[Node], members: tuple[int, 
 
 
 def _plan(program: Program, gathers: list[int], reduces: list[int], max_bytes: int) -> BucketPlan:
-    first = _group(program, gathers, max_bytes)
-    last = _group(program, reduces[::-1], max_bytes)
+    kept = any(node.op == "placeholder" for node, _ in program.marked("gather"))
+    first = _group(program, gathers, max_bytes, tapered=not kept)
+    last = _group(program, reduces[::-1], max_bytes, tapered=True)
     return BucketPlan(first, tuple(bucket[::-1] for bucket in last[::-1]))
 
 
-def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
+def _group(program: Program, order: list[int], max_bytes: int, *, tapered: bool) -> Buckets:
     """Cut an order into buckets: by block, small neighbours merged, large ones split, the first that can be cut tapered."""
     buckets: list[list[Param]] = []
     for index in order:
@@ -107,8 +112,8 @@ def _group(program: Program, order: list[int], max_bytes: int) -> Buckets:
         tail = buckets.pop()
         buckets[-1].extend(tail)
     before = 0
-    for place, bucket in enumerate(buckets):
-        parts = _taper(bucket, program.config.bucket_min_bytes)
+    for place, bucket in enumerate(buckets if tapered else []):
+        parts = _taper(bucket, _WORTH * program.config.bucket_min_bytes)
         if len(parts) > 1 or before > max_bytes:
             buckets[place : place + 1] = parts
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,7 +38,7 @@ class Recompute:
     gives: ClassVar[Level] = Level.RECOMPUTED
 
     def plan(self, program: Program) -> RecomputePlan:
-        """Keep what the forward ends with, as much as may be whole at once and half of the memory limit holds; recompute the rest."""
+        """Keep the blocks that the forward ends with, as the window and half of the memory limit have room for; recompute the rest."""
         gathers = [(node, mark.params[0]) for node, mark in program.marked("gather")]
         keep = _last(program, gathers)
         derived: dict[Node, None] = {node: None for node, _ in gathers}
@@ -73,11 +74,14 @@ def _last(program: Program, gathers: list[tuple[Node, int]]) -> tuple[int, ...]:
     if limit is not None:
         most = min(most, limit // 2)
     keep, total = list[int](), 0
-    for index in sorted(last, key=lambda index: last[index], reverse=True):
-        total += program.params[index].whole_bytes
+    order = sorted(last, key=lambda index: last[index], reverse=True)
+    # whole blocks, so that the others stay equal and compile once
+    for _, block in itertools.groupby(order, key=lambda index: block_of(program.params[index].name)):
+        members = list(block)
+        total += sum(program.params[index].whole_bytes for index in members)
         if total > most:
             break
-        keep.append(index)
+        keep += members
     return tuple(sorted(keep))
 
 

@@ -26,14 +26,13 @@ def test_only_what_the_plan_keeps_crosses_whole() -> None:
     names = [name for name, _ in model.named_parameters()]
     last = Counter(tuple(sorted(tensor.shape)) for tensor in model.h[-1].parameters() if tensor.dim() > 1)
     found = compilation(compiled(model, torch.arange(16).view(2, 8), stage=3))
-    # the tied embedding, which the head ends with, the block before it, and what else two blocks have room for
+    # the tied embedding, which the head ends with, and the block before it: there is no room for one more
     kept = {names[index] for index in _kept(found)}
-    assert kept >= {name for name in names if block_of(name) in ("wte", "ln_f", "h.3")}
-    assert {block_of(name) for name in kept} == {"wte", "ln_f", "h.3", "h.2"}
+    assert kept == {name for name in names if block_of(name) in ("wte", "ln_f", "h.3")}
     parameters = dict(model.named_parameters())
     assert sum(parameters[name].numel() for name in kept) <= 2 * sum(tensor.numel() for tensor in model.h[-1].parameters())
     crossing = Counter(tuple(sorted(node.meta["val"].shape)) for node in _crossing(found))
-    assert all(count <= crossing[shape] < 2 * count for shape, count in last.items())
+    assert {shape: crossing[shape] for shape in last} == last
     assert crossing[64, 300] == 1
 
 
@@ -71,4 +70,4 @@ def test_what_stays_is_at_most_half_of_the_limit(share: float) -> None:
     assert found.backward is not None
     crossing = {mark.params[0] for node, mark in found.backward.marked("gather") if node.op == "placeholder"}
     assert crossing <= set(kept)
-    assert crossing or share == 1.0
+    assert crossing or share < 2.0
