@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch.fx import Node
+
 from zerofx import memory
 from zerofx.errors import MemoryLimitError
-from zerofx.program import Level, Program, output_of
+from zerofx.program import Level, Program, aliases, arguments, output_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> Memo
 class _Line:
     """The events of one program in order, with the bytes alive after each; moves stretch lifetimes on it.
 
-    Parameters that are whole ahead of use may take ``prefetch_buckets`` of the largest bucket, reductions in flight
+    Whole parameters may take what is in use at once and ``prefetch_buckets`` of the largest bucket, reductions in flight
     ``reduces_in_flight`` of theirs, and all that is whole or in flight no more than the memory limit.
     """
 
@@ -98,22 +101,30 @@ class _Line:
         self._whole = [event.whole_bytes for event in events]
         self._buffers = [event.buffer_bytes for event in events]
         self._limit = config.memory_limit_bytes
-        self._ahead = self._kept_bytes()
-        self._most_ahead = config.prefetch_buckets * self._largest("gather_start")
+        self._most_whole = max(self._in_use_bytes(), default=0) + config.prefetch_buckets * self._largest("gather_start")
         self._most_buffers = config.reduces_in_flight * self._largest("reduce_start")
 
     def _largest(self, kind: str) -> int:
         return max((memory.bucket_bytes(self.program, mark) for _, mark in self.program.marked(kind)), default=0)
 
-    def _kept_bytes(self) -> list[int]:
-        """Return the bytes that were kept since the forward and are not used yet, at each event."""
-        places, ahead = self.program.positions(), [0] * len(self.nodes)
+    def _in_use_bytes(self) -> list[int]:
+        """Return the bytes that are whole at each event, less what the backward got before, or will get after, its use."""
+        places, used = self.program.positions(), list(self._whole)
+        spots = [places[node] for node in self.nodes]
+
+        def readers(whole: Node) -> list[int]:
+            return [places[user] for alias in aliases(whole) for user in alias.users if user is not self.end]
+
         for node, mark in self.program.marked("gather"):
             if node.op == "placeholder":
-                first = min((places[user] for user in node.users), default=0)
-                stop = sum(places[event] < first for event in self.nodes)
-                _add(ahead, 0, stop, memory.bucket_bytes(self.program, mark))
-        return ahead
+                stop = bisect.bisect_left(spots, min(readers(node), default=0))
+                _add(used, 0, stop, -memory.bucket_bytes(self.program, mark))
+        for wait, mark in self.program.marked("gather_wait"):
+            for item in wait.users:
+                if self.end in item.users:
+                    size = self.program.params[mark.params[arguments(item)[1]]].whole_bytes
+                    _add(used, bisect.bisect_right(spots, max(readers(item), default=0)), len(spots), -size)
+        return used
 
     @property
     def peak_bytes(self) -> int:
@@ -141,13 +152,12 @@ class _Line:
             for anchor, place in reversed(anchors):
                 if place >= self.place[start]:
                     continue
-                if place < floor or not self._fits(self._ahead, self._most_ahead, place, reach, size):
+                if place < floor or not self._fits(self._whole, self._most_whole, place, reach, size):
                     break
                 reach, target = place, anchor
             floor = reach
             if target is not None:
-                for line in (self._ahead, self._whole):
-                    _add(line, reach, self.place[start], size)
+                _add(self._whole, reach, self.place[start], size)
                 moves.append(Move(start.name, target.name))
         return moves
 

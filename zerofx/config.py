@@ -61,8 +61,9 @@ class Config:
     """Settings of one compiled model. Equal on all ranks.
 
     The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
-    communication buffers in flight on one rank. Below it, parameters may be whole ahead of use by the bytes of ``prefetch_buckets`` of the
-    largest bucket, and gradients in flight by those of ``reduces_in_flight`` (in the eager mode: so many buckets); 0 overlaps nothing.
+    communication buffers in flight on one rank. Below it, whole parameters may take what is in use at once and
+    ``prefetch_buckets`` of the largest bucket ahead of use, and gradients in flight ``reduces_in_flight`` of theirs (in the eager
+    mode: so many buckets); 0 overlaps nothing.
     """
 
     stage: int = 3

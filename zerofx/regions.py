@@ -45,7 +45,7 @@ class Compiler:
             if node is not None and not is_boundary(node):
                 pending.append(node)
                 continue
-            # one op alone, such as the packing of a bucket, has nothing to fuse with: its own kernel is as fast, and needs no compiler
+            # one op alone has nothing to fuse with: its own kernel is as fast, and needs no compiler
             if sum(not _is_cheap(item) for item in pending) > 1:
                 order.append(self._compile(program, pending))
             else:
@@ -72,8 +72,16 @@ _STEPS = (ops.refresh_wait, ops.add_pending)
 
 
 def is_boundary(node: Node) -> bool:
-    """Whether a node runs between regions: a collective, the buffer that it fills, a wait, or a step of the runtime."""
-    return node.target in _STEPS or is_collective(node) or (node.target is _BUFFER and "zerofx" in node.meta)
+    """Whether a node runs between regions: a collective, the buffer that it fills, a wait, or a step of the runtime.
+
+    So does the packing of shards for a gather: one copy, that would make a region of its own of each compute that it stands behind.
+    """
+    if node.target in _STEPS or is_collective(node):
+        return True
+    mark = node.meta.get("zerofx")
+    if mark is None:
+        return False
+    return node.target is _BUFFER or (mark.kind == "gather_start" and (node.target is torch.ops.aten.cat.default or is_view(node)))
 
 
 def is_collective(node: Node) -> bool:
@@ -82,8 +90,11 @@ def is_collective(node: Node) -> bool:
 
 
 def _is_cheap(node: Node) -> bool:
-    """Whether a node launches nothing: a view, an item, a constant, or arithmetic on sizes."""
+    """Whether a node launches nothing, or little: a view, an item, a constant, arithmetic on sizes, the division of a sum over ranks."""
     if node.op == "get_attr" or is_view(node):
+        return True
+    mark = node.meta.get("zerofx")
+    if mark is not None and mark.kind == "reduce_wait" and node.target is torch.ops.aten.div.Tensor:
         return True
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
