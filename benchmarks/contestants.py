@@ -195,7 +195,7 @@ class Contestant:
 
 # Prefetch off: each gather is launched where it is waited for. Delayed waits off: each reduction is waited for where it is launched.
 _SERIAL: dict[str, Any] = {"prefetch_buckets": 0, "reduces_in_flight": 0}
-# Two blocks ahead, as the compiled schedule, and nothing that is further away stays whole for the backward.
+# Two blocks ahead, where the compiled schedule is one, and nothing that is further away stays whole for the backward.
 _RESHARD = HookLimits(prefetch_elements=6_500_000, max_reuse_distance_elements=0)
 FLOOR = "no communication"
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,12 @@ def test_gathers_run_ahead_of_use() -> None:
         buckets = max(bucket for _, bucket in order)
         for bucket in range(1, buckets + 1):
             assert order.index(("gather_start", bucket)) < order.index(("gather_wait", bucket - 1))
+
+
+def test_no_gather_queues_behind_a_reduction() -> None:
+    """Transfers leave in the order of their launch, and only gathers keep the next block waiting."""
+    kinds = [mark.kind for _, mark in _programs(None)[1].marked("gather_start", "gather_wait", "reduce_start")]
+    assert ("reduce_start", "gather_start") not in itertools.pairwise(kinds)
 
 
 def test_reductions_run_on_behind_the_next_launch() -> None:
