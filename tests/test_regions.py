@@ -30,7 +30,7 @@ def test_distinct_regions_do_not_grow_with_depth(compiled_modules: list[GraphMod
     for layers in (6, 12):
         found = compilation(compiled(TiedStack(layers), torch.arange(32).view(4, 8), stage=3, backend="inductor"))
         counts[layers] = found.distinct_count
-        assert found.region_count > 2 * layers
+        assert found.region_count >= 2 * layers  # one of each block in the forward, one in the backward
     assert counts[6] == counts[12]
 
 
