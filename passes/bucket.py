@@ -30,9 +30,9 @@ class BucketPlan:
 class Bucket:
     """Merge neighbours of one block into a bucket, and small neighbouring blocks into one.
 
-    The first gathers and the last reductions stay small (a taper): little compute can hide them, where nothing was kept since the
-    forward. Under a memory limit,
-    buckets shrink until the program fits without prefetch, down to one parameter each.
+    The first gathers and the last reductions stay small (a taper), for little compute can hide them; not so the gathers of a
+    backward that starts with what was kept. Under a memory limit, buckets shrink until the program fits without prefetch, down to
+    one parameter each.
     """
 
     takes: ClassVar[Level] = Level.REDUCED
@@ -111,13 +111,8 @@ def _group(program: Program, order: list[int], max_bytes: int, *, tapered: bool)
     ):
         tail = buckets.pop()
         buckets[-1].extend(tail)
-    before = 0
-    for place, bucket in enumerate(buckets if tapered else []):
-        parts = _taper(bucket, _WORTH * program.config.bucket_min_bytes)
-        if len(parts) > 1 or before > max_bytes:
-            buckets[place : place + 1] = parts
-            break
-        before += _bytes(bucket)
+    if tapered:
+        buckets = _taper(buckets, _WORTH * program.config.bucket_min_bytes, max_bytes)
     return tuple(tuple(param.index for param in bucket) for bucket in buckets)
 
 
@@ -128,7 +123,18 @@ def _closes(program: Program, bucket: list[Param], param: Param, max_bytes: int)
     return size >= program.config.bucket_min_bytes and block_of(bucket[-1].name) != block_of(param.name)
 
 
-def _taper(bucket: list[Param], min_bytes: int) -> list[list[Param]]:
+def _taper(buckets: list[list[Param]], min_bytes: int, max_bytes: int) -> list[list[Param]]:
+    """Halve the first bucket that can be halved, where little lies before it."""
+    before = 0
+    for place, bucket in enumerate(buckets):
+        parts = _halves(bucket, min_bytes)
+        if len(parts) > 1 or before > max_bytes:
+            return [*buckets[:place], *parts, *buckets[place + 1 :]]
+        before += _bytes(bucket)
+    return buckets
+
+
+def _halves(bucket: list[Param], min_bytes: int) -> list[list[Param]]:
     """Split a bucket before half of its bytes, where both parts are worth a collective."""
     most = max(min_bytes, _bytes(bucket) // 2)
     cut = next(cut for cut in range(1, len(bucket) + 1) if cut == len(bucket) or _bytes(bucket[: cut + 1]) > most)

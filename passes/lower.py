@@ -38,7 +38,7 @@ class Lower:
     gives: ClassVar[Level] = Level.LOWERED
 
     def plan(self, program: Program) -> tuple[Step, ...]:
-        """List the events; how each moves is the transport table's choice (``collectives.TRANSPORTS``)."""
+        """List the events; how each moves is the transport table's choice (``groups.TRANSPORTS``)."""
         kinds = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait")
         return tuple(Step(node.name, mark.kind, mark.params) for node, mark in program.marked(*kinds))
 

@@ -11,7 +11,6 @@ import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerofx import memory
 from zerofx.params import block_of
 from zerofx.program import Level, Program
 
@@ -70,7 +69,7 @@ def _last(program: Program, gathers: list[tuple[Node, int]]) -> tuple[int, ...]:
     places = program.positions()
     last = {index: max((places[user] for user in node.users if not _is_backward(user)), default=-1) for node, index in gathers}
     limit = program.config.memory_limit_bytes
-    most = memory.window_bytes(program.config, _largest_bytes(program))
+    most = (1 + program.config.prefetch_buckets) * _largest_bytes(program)  # one in use, the others ahead of use
     if limit is not None:
         most = min(most, limit // 2)
     keep, total = list[int](), 0

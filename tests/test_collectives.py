@@ -6,8 +6,6 @@ from torch import Tensor
 
 from tests.ranks import Pool
 from zerofx.collectives import (
-    TRANSPORTS,
-    Group,
     gather_start,
     gather_wait,
     import_functional,
@@ -16,6 +14,7 @@ from zerofx.collectives import (
     reduce_wait,
     refresh_start,
 )
+from zerofx.groups import TRANSPORTS, Group
 from zerofx.params import Param, choose_dim
 
 # In pieces (8 MiB and more), alone, packed with what is too little alone, the same with padding, along dimension 1, replicated.

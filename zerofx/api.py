@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from zerofx import _torch, collectives, runtime
+from zerofx import _torch, groups, runtime
 from zerofx.backend import CompiledRuntime
-from zerofx.collectives import Group
 from zerofx.config import Config, parse_bytes
 from zerofx.errors import CompilerError, RankMismatchError, ShardingError, ZerofxError
+from zerofx.groups import Group
 from zerofx.hooks import HookedRuntime
 from zerofx.module import Binding, bind, binding_of, bindings
 from zerofx.params import Param, choose_dim
@@ -67,7 +67,7 @@ def compile(
     except ZerofxError as error:
         local = error
     try:
-        mesh, group = collectives.resolve_mesh(mesh, device.type)
+        mesh, group = groups.resolve_mesh(mesh, device.type)
     except ZerofxError:
         if local is not None:
             raise local from None
@@ -76,7 +76,7 @@ def compile(
     params = tuple(_param(index, tensor, tuple(found), settings, group) for index, (tensor, found) in enumerate(names.items()))
     _agree(local, settings, params, names, [] if local else model.named_buffers(), mesh, group)
     with torch.no_grad():
-        collectives.broadcast([*names, *model.buffers()], mesh, group)
+        groups.broadcast([*names, *model.buffers()], mesh, group)
     _install(model, settings, mesh, group, params, names)
     return model
 
@@ -119,7 +119,7 @@ def gathered(model: nn.Module, *, writeback: bool = False) -> Iterator[dict[str,
     yield {name: whole for param, whole in zip(found.params, wholes, strict=True) for name in param.names}
     if writeback:
         with torch.no_grad():
-            collectives.broadcast(wholes, found.mesh, found.group)
+            groups.broadcast(wholes, found.mesh, found.group)
             for param, whole in zip(found.params, wholes, strict=True):
                 source = found.shard_like(param.index, whole)
                 _torch.local_tensor(found.tensors[param.index]).copy_(_torch.local_tensor(source))
@@ -251,7 +251,7 @@ def _agree(
     group: Group,
 ) -> None:
     """Let all ranks see whether any has an error, or another model or setting; then raise on all of them."""
-    answers = collectives.exchange((local, _described(settings, params, tensors, buffers)), mesh, group)
+    answers = groups.exchange((local, _described(settings, params, tensors, buffers)), mesh, group)
     if local is not None:
         raise local
     for rank, (error, _) in enumerate(answers):

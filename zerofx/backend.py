@@ -132,24 +132,12 @@ class _Tracing:
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Run the joint passes, split the graph, and schedule both parts, before anything is compiled."""
         program = self._joint(joint)
-
-        def scheduled(program: Program) -> tuple[GraphModule, GraphModule]:
-            traced = self._run(program, Level.RECOMPUTED)
-            compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
-            start = time.perf_counter()
-            forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
-            self.compilation.spend("partition", start)
-            self._source = replace(traced, module=backward, phase=Phase.BACKWARD)
-            parts = [replace(traced, module=forward, phase=Phase.FORWARD), self._source]
-            self.compilation.forward, self.compilation.backward = self._schedule(parts)
-            return forward, backward
-
         try:
-            return scheduled(program)
+            return self._split(program, joint_inputs, **kwargs)
         except MemoryLimitError:
             # what is kept between the two costs memory, so that only without it the limit is really too small
             self.compilation.records.clear()
-            return scheduled(replace(program, keeps=False))
+            return self._split(replace(program, keeps=False), joint_inputs, **kwargs)
 
     def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled forward."""
@@ -193,6 +181,17 @@ class _Tracing:
             program = replace(program, module=_torch.inductor_joint_passes(module, device))
             self.compilation.spend("inductor joint passes", start)
         return program
+
+    def _split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        traced = self._run(program, Level.RECOMPUTED)
+        compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
+        start = time.perf_counter()
+        forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
+        self.compilation.spend("partition", start)
+        self._source = replace(traced, module=backward, phase=Phase.BACKWARD)
+        parts = [replace(traced, module=forward, phase=Phase.FORWARD), self._source]
+        self.compilation.forward, self.compilation.backward = self._schedule(parts)
+        return forward, backward
 
     def _schedule(self, programs: list[Program]) -> list[Program]:
         """Schedule each program; where several do not fit the memory limit, raise the error that asks for the most."""

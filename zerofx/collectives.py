@@ -1,4 +1,4 @@
-"""Communication: the only file that touches torch.distributed.
+"""How buckets of parameters travel between the ranks of a group.
 
 ``*_start`` and ``*_wait`` are pure functions of tensors. Called eagerly they communicate; recorded by ``lower`` they
 become nodes of the graph. So an uncompiled frame and a compiled one move the same bytes and add in the same order.
@@ -9,141 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import _torch
-from zerofx.errors import ConfigError
+from zerofx.groups import Group
 from zerofx.params import Param
 
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """How one communication backend moves a bucket.
-
-    ``reduce`` is the collective behind a reduce-scatter. ``alone_bytes`` is the size of a whole parameter from which it
-    travels in a collective of its own, without being packed into or unpacked from a shared buffer; ``split_bytes`` the one from
-    which it travels in ``pieces``, several collectives at once. What is packed brings ``least_bytes`` together, if need be with
-    parameters that else travel alone.
-    """
-
-    reduce: str
-    alone_bytes: int
-    least_bytes: int
-    split_bytes: int
-    pieces: int
-
-
-# gloo's reduce_scatter is an all-reduce inside (twice the bytes), so it exchanges chunks and sums locally (design, fact 15).
-# Measured on two ranks at 500 mbit: one collective alone, sending 16 MiB, has 0.47 (exchange) to 0.62 (gather) of the wire, in four
-# pieces 0.89 to 0.93; and one of 13 KB among others of 2 MiB costs as much as 1.2 MiB more (0.95 of the wire becomes 0.81).
-TRANSPORTS = {
-    "gloo": Transport("all_to_all", alone_bytes=2**17, least_bytes=2**21, split_bytes=2**23, pieces=4),
-    "nccl": Transport("reduce_scatter", alone_bytes=2**63, least_bytes=0, split_bytes=2**63, pieces=1),
-}
-
-
 _NARROW = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks that share one model. ``name`` is c10d's; empty for a single rank without a process group."""
-
-    name: str
-    size: int
-    rank: int
-    backend: str
-
-    @property
-    def transport(self) -> Transport:
-        return TRANSPORTS.get(self.backend, TRANSPORTS["gloo"])
-
-
-def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> tuple[DeviceMesh, Group]:
-    """Return the mesh and group to shard over: the given mesh, the default process group, or this process alone.
-
-    Raises ConfigError for a mesh that is not 1-D, or where WORLD_SIZE promises ranks that no process group joins.
-    """
-    if mesh is None and not dist.is_initialized():
-        expected = _environment_world_size()
-        if expected > 1:
-            raise ConfigError(
-                f"no process group, but WORLD_SIZE={expected}",
-                where="zerofx.compile",
-                why="this process was started as one of several ranks, and each would train a model of its own",
-                remedy="call torch.distributed.init_process_group() before zerofx.compile",
-            )
-        alone = DeviceMesh(device_type, torch.zeros(1, dtype=torch.int), _init_backend=False, _rank=0)
-        return alone, Group("", 1, 0, "")
-    if mesh is None:
-        mesh = dist.init_device_mesh(device_type, (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(
-            f"mesh={mesh!r} is not a DeviceMesh",
-            where="zerofx.compile(mesh=...)",
-            why="the mesh says which ranks share the model",
-            remedy="pass torch.distributed.device_mesh.init_device_mesh(device_type, (world_size,)), or nothing for all ranks",
-        )
-    if mesh.ndim != 1:
-        raise ConfigError(
-            f"the mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}, zerofx shards over one",
-            where="zerofx.compile(mesh=...)",
-            why="a parameter is cut along a single group of ranks",
-            remedy='pass a 1-D DeviceMesh, or one dimension of yours: mesh["dp"]',
-        )
-    if mesh.get_coordinate() is None:
-        raise ConfigError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}",
-            where="zerofx.compile(mesh=...)",
-            why="a rank outside of the mesh holds no shard",
-            remedy="call zerofx.compile only on the ranks of the mesh, or pass a mesh of all ranks",
-        )
-    return mesh, group_of(mesh)
-
-
-def group_of(mesh: DeviceMesh) -> Group:
-    """Return the group of a 1-D mesh."""
-    if mesh.size() == 1 and not dist.is_initialized():
-        return Group("", 1, 0, "")
-    process_group = mesh.get_group()
-    return Group(process_group.group_name, mesh.size(), mesh.get_local_rank(), dist.get_backend(process_group))
-
-
-def _environment_world_size() -> int:
-    import os
-
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1
-
-
-def exchange(payload: Any, mesh: DeviceMesh, group: Group) -> list[Any]:
-    """Return every rank's small picklable payload, in rank order."""
-    if group.size == 1:
-        return [payload]
-    gathered: list[Any] = [None] * group.size
-    dist.all_gather_object(gathered, payload, group=mesh.get_group())
-    return gathered
-
-
-def broadcast(tensors: Sequence[Tensor], mesh: DeviceMesh, group: Group) -> None:
-    """Overwrite every rank's tensors with those of the group's first rank."""
-    if group.size == 1:
-        return
-    process_group = mesh.get_group()
-    source = dist.get_global_rank(process_group, 0)
-    for tensor in tensors:
-        if tensor.numel():
-            staged = tensor.detach().contiguous()
-            # gloo broadcasts no bool; a byte view carries any dtype
-            wire = staged.view(torch.uint8) if staged.dtype is torch.bool else staged
-            dist.broadcast(wire, source, group=process_group)
-            if staged.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(staged)
 
 
 def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zerofx import _torch, collectives, memory
-from zerofx.collectives import Group, Refresh
+from zerofx.collectives import Refresh
 from zerofx.config import Config
 from zerofx.eventlog import EventLog
+from zerofx.groups import Group
 from zerofx.params import Param
 from zerofx.trace import Route, Trace
 from zerofx.wholes import Versions

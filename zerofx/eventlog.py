@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from zerofx import memory
-from zerofx.collectives import Group
 from zerofx.config import Config
 from zerofx.events import Event
+from zerofx.groups import Group
 from zerofx.params import Param, block_of
 from zerofx.render import Schedule, Tally, joined, label_of
 

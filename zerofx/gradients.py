@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from zerofx import _torch, collectives
-from zerofx.collectives import Group
 from zerofx.config import Config
+from zerofx.groups import Group
 from zerofx.params import Param
 from zerofx.program import Sync
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from zerofx.collectives import Group, arrives_whole, chunks
-from zerofx.config import Config
+from zerofx.collectives import arrives_whole, chunks
+from zerofx.groups import Group
 from zerofx.params import Param
 from zerofx.program import Mark, Phase, Program
 
@@ -47,11 +47,6 @@ def bucket_bytes(program: Program, mark: Mark) -> int:
         return sum(param.whole_bytes for param in params)
     dtype = program.config.reduce_dtype
     return reduce_bytes(params, program.group, None if dtype is None else dtype.itemsize)
-
-
-def window_bytes(config: Config, largest: int) -> int:
-    """Bytes of whole parameters, of which ``largest`` is the largest bucket: one in use, the others ahead of use."""
-    return (1 + config.prefetch_buckets) * largest
 
 
 def kept_bytes(params: Sequence[Param], stage: int) -> int:

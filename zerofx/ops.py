@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerofx import collectives
-from zerofx.collectives import Group
+from zerofx.groups import Group
 from zerofx.params import Param
 
 

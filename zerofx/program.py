@@ -12,8 +12,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zerofx import ops
-from zerofx.collectives import Group
 from zerofx.config import Config
+from zerofx.groups import Group
 from zerofx.params import Param
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from zerofx import collectives, memory
-from zerofx.collectives import Group
 from zerofx.config import Config
 from zerofx.eventlog import EventLog
+from zerofx.groups import Group
 from zerofx.params import Param
 
 

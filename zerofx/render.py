@@ -13,9 +13,9 @@ from typing import Any
 from torch.fx import Node
 
 from zerofx import memory
-from zerofx.collectives import Group
 from zerofx.config import Config
 from zerofx.events import Event, fold
+from zerofx.groups import Group
 from zerofx.params import Param, block_of
 from zerofx.program import Mark, Program, is_view
 

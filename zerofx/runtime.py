@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from zerofx import _torch, collectives
-from zerofx.collectives import Group
+from zerofx import _torch, collectives, groups
 from zerofx.config import Config
 from zerofx.errors import ShardingError
 from zerofx.gradients import Gradients
+from zerofx.groups import Group
 from zerofx.params import Param
 from zerofx.render import Schedule
 from zerofx.wholes import Versions, WholeCopies
@@ -63,7 +63,7 @@ class Runtime(ABC):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         config, mesh, params, tensors, modules = state
-        self.__init__(config, mesh, collectives.group_of(mesh), params, tensors, modules)  # type: ignore[misc]
+        self.__init__(config, mesh, groups.group_of(mesh), params, tensors, modules)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         copied = object.__new__(type(self))

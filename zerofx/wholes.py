@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerofx import _torch, collectives
-from zerofx.collectives import Group, Refresh
+from zerofx.collectives import Refresh
 from zerofx.config import Config
+from zerofx.groups import Group
 from zerofx.params import Param, block_of
 
 
