@@ -14,7 +14,7 @@ from benchmarks.contestants import CONTESTANTS, FLOOR
 from benchmarks.picture import svg
 from benchmarks.results import Timings, timings
 
-OURS, HOOKS = "zerofx 3", "zerofx 3, hooks"
+OURS, HOOKS = "zerofx 3", ("zerofx 3, hooks", "zerofx 3, hooks, re-sharding")
 Result = Mapping[str, Any]
 
 
@@ -40,7 +40,7 @@ def _seconds(found: Timings) -> str:
 
 
 def _targets(found: Timings) -> str:
-    """Return the ratios of zerofx stage 3 to the best ZeRO-3 peer, to its own hook mode and to its bounds."""
+    """Return the ratios of zerofx stage 3 to the best ZeRO-3 peer, to its own hook modes and to its bounds."""
     if OURS not in found.steps:
         return ""
     rows: list[list[Any]] = []
@@ -48,7 +48,7 @@ def _targets(found: Timings) -> str:
     if peers:
         best = {rate: min(peers, key=lambda name: found.median_s(name, rate)) for rate in found.rates}
         rows.append(["best ZeRO-3 peer", *(f"{found.ratio(OURS, best[rate], rate):.2f} ({best[rate]})" for rate in found.rates)])
-    rows += [[name, *(found.ratio(OURS, name, rate) for rate in found.rates)] for name in (HOOKS, FLOOR) if name in found.steps]
+    rows += [[name, *(found.ratio(OURS, name, rate) for rate in found.rates)] for name in (*HOOKS, FLOOR) if name in found.steps]
     bounds = [found.bound_s(OURS, rate) for rate in found.rates]
     ratios = [bound and found.median_s(OURS, rate) / bound for rate, bound in zip(found.rates, bounds, strict=True)]
     rows.append(["max(floor, wire time)", *ratios])
