@@ -22,6 +22,10 @@ from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
 
+# Tensors without memory, for plans; torch.export is built on them.
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
 # The metadata record of a DTensor: building a DTensor from it is 10x cheaper than DTensor.from_local.
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec

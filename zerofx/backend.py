@@ -48,7 +48,7 @@ class Backend:
     def __init__(self, runtime: CompiledRuntime) -> None:
         self.runtime = runtime
         self.pipeline: Pipeline = STAGES[runtime.config.stage].including(runtime.config.passes)
-        self.compiler = Compiler()
+        self.compiler = runtime.new_compiler()
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._check_writes(gm)
@@ -107,6 +107,10 @@ class CompiledRuntime(Runtime):
         finally:
             if any(ran.backward for ran in self.executed) or not any(ran.backward for ran in self.last_step):
                 self.last_step = self.executed
+
+    def new_compiler(self) -> Compiler:
+        """Return what makes lowered programs run."""
+        return Compiler()
 
     def read(self, index: int) -> Tensor:
         if torch.compiler.is_compiling():

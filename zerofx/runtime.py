@@ -158,7 +158,7 @@ class Runtime(ABC):
         local, padded = _torch.local_tensor(self.tensors[index]), self._padded[index]
         if padded is None:
             return local.detach()
-        if local.untyped_storage().data_ptr() != padded.untyped_storage().data_ptr():
+        if local.untyped_storage()._cdata != padded.untyped_storage()._cdata:
             _pad_into(padded, local)  # its storage was replaced (a copy, a move): copy what it now holds
         return padded.detach()
 
