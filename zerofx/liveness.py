@@ -71,7 +71,7 @@ def pieces(program: Program, steps: Sequence[Sequence[Node]], standing: frozense
         if source is None or source is node:
             root[node] = (node, 0)
         elif node.target is operator.getitem and isinstance(source.meta["val"], list | tuple) and root[source] == (source, 0):
-            root[node] = (source, node.args[1])  # type: ignore[assignment]
+            root[node] = (source, node.args[1])
         else:
             root[node] = root[source]
         dies[root[node]] = max(dies[root[node]], step_of.get(node, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -124,6 +125,20 @@ def results_of(graph: Graph) -> list[Any]:
 def output_of(graph: Graph) -> Node:
     """Return the output node."""
     return graph.output_node()
+
+
+def digest(program: Program) -> str:
+    """Return a fingerprint of a program: its ops in order, with their arguments, shapes and buckets. Names of nodes do not count."""
+    numbers: dict[Node, int] = {}
+    lines = [f"{program.phase.value} {program.level.name} {program.group.size}"]
+    for node in program.graph.nodes:
+        numbers[node] = len(numbers)
+        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{numbers[source]}")
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        shape = f"{tuple(value.shape)} {value.stride()} {value.dtype}" if isinstance(value, torch.Tensor) else ""
+        target = "" if node.op == "placeholder" else getattr(node.target, "__qualname__", node.target)
+        lines.append(f"{node.op} {target} {args} {shape} {node.meta.get('zerofx')}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def is_view(node: Node) -> bool:
