@@ -6,15 +6,18 @@ import enum
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from zerofx.program import Program, output_of
+from zerofx.program import Program, arguments, output_of
 from zerofx.render import module_of
+
+
+Root = tuple[Node, int]
 
 
 class Kind(enum.StrEnum):
@@ -53,41 +56,78 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _MARKED = {"gather_start": Kind.BUFFER, "gather_wait": Kind.WHOLE, "reduce_start": Kind.BUFFER, "reduce_wait": Kind.GRADIENT}
 
 
-def pieces(program: Program, steps: Sequence[Sequence[Node]], standing: frozenset[int]) -> list[Piece]:
-    """Return every allocation of a lowered program whose nodes run in ``steps``.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What runs as one: a node, or the nodes of a fused kernel. Views take no step where a compiler folds them into their readers.
 
-    What only one step reads and writes is never stored: steps of several nodes are fused kernels. ``standing`` are the storages that
-    outlive the program whoever reads them, such as shards and inputs of the caller.
+    A fused kernel writes in the place of what it reads last, where its ``region`` made that and the sizes are equal.
     """
-    step_of = {node: place for place, step in enumerate(steps) for node in step}
+
+    nodes: tuple[Node, ...]
+    region: int = -1
+
+    @property
+    def is_fused(self) -> bool:
+        return self.region >= 0
+
+
+def pieces(program: Program, steps: Sequence[Step], standing: frozenset[int]) -> list[Piece]:
+    """Return every allocation of a lowered program that runs in ``steps``.
+
+    What only one step reads and writes is never stored. ``standing`` are the storages that outlive the program whoever reads them,
+    such as shards and inputs of the caller.
+    """
+    step_of = {node: place for place, step in enumerate(steps) for node in step.nodes}
     end, output = len(steps), output_of(program.graph)
-    root: dict[Node, tuple[Node, int]] = {}
+    roots = _roots(program)
+    dies: dict[Root, int] = defaultdict(lambda: -1)
+    for node, root in roots.items():
+        dies[root] = max(dies[root], step_of.get(node, -1))
+        for user in node.users:
+            dies[root] = max(dies[root], end if user is output else step_of.get(user, -1))
+    found = []
+    for node, root in roots.items():
+        if root[0] is not node or (node.op != "placeholder" and node not in step_of):
+            continue
+        born = 0 if node.op == "placeholder" else step_of[node]
+        for place, size in enumerate(_sizes(node.meta.get("val"), standing)):
+            last = max(dies[node, place], born)
+            stays_inside = node.op != "placeholder" and steps[born].is_fused and last == born
+            if size and not stays_inside:
+                found.append(Piece(born, last, size, _kind(node, last == end), module_of(node)))
+    return _written_in_place(found, steps)
+
+
+def _roots(program: Program) -> dict[Node, Root]:
+    """Return for each node the allocation that its value lies in: the node that made it, and which of its results."""
+    roots: dict[Node, Root] = {}
     first: dict[int | Node, Node] = {}  # of the placeholders in one storage: what is saved may be a view of what is saved
-    dies: dict[tuple[Node, int], int] = defaultdict(lambda: -1)
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         source = _aliased(node) if node.op != "placeholder" else first.setdefault(_storage(node), node)
         if source is None or source is node:
-            root[node] = (node, 0)
-        elif node.target is operator.getitem and isinstance(source.meta["val"], list | tuple) and root[source] == (source, 0):
-            root[node] = (source, node.args[1])
+            roots[node] = (node, 0)
+        elif node.target is operator.getitem and isinstance(source.meta["val"], list | tuple) and roots[source] == (source, 0):
+            roots[node] = (source, arguments(node)[1])
         else:
-            root[node] = root[source]
-        dies[root[node]] = max(dies[root[node]], step_of.get(node, 0))
-        for user in node.users:
-            dies[root[node]] = max(dies[root[node]], end if user is output else step_of[user])
-    found = []
-    for node in program.graph.nodes:
-        if node.op == "output" or root[node][0] is not node:
-            continue
-        for place, size in enumerate(_sizes(node.meta.get("val"), standing)):
-            key = (node, place)
-            born = 0 if node.op == "placeholder" else step_of[node]
-            fused = node.op != "placeholder" and len(steps[born]) > 1 and dies[key] <= born
-            if size and not fused:
-                found.append(Piece(born, max(dies[key], born), size, _kind(node, dies[key] == end), module_of(node)))
-    return found
+            roots[node] = roots[source]
+    return roots
+
+
+def _written_in_place(found: list[Piece], steps: Sequence[Step]) -> list[Piece]:
+    """Let what a fused kernel writes take the place of what dies there."""
+    ending: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, piece in enumerate(found):
+        if piece.dies < len(steps) and steps[piece.dies].is_fused and steps[piece.born].region == steps[piece.dies].region:
+            if piece.born < piece.dies:
+                ending[piece.dies, piece.size_bytes].append(number)
+    result = list(found)
+    for piece in found:
+        if candidates := ending.get((piece.born, piece.size_bytes)):
+            taken = candidates.pop()
+            result[taken] = replace(found[taken], dies=piece.born - 1)
+    return result
 
 
 def _storage(node: Node) -> int | Node:
