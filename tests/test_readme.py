@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 import zerofx
@@ -60,3 +61,13 @@ def test_the_schedule_of_the_readme_is_printed_by_the_library() -> None:
         model = zerofx.compile(TiedStack(12, width=256, vocabulary=4096), stage=3, backend="aot_eager")
         model(torch.arange(16).view(2, 8)).backward()
         assert str(zerofx.schedule(model)).strip() == printed[1].strip()
+
+
+def test_the_estimate_of_the_readme_is_printed_by_the_library() -> None:
+    printed = re.search(r"```text\n(model states.*?)```", README, re.S)
+    assert printed is not None
+    assert str(zerofx.estimate(7.5e9, world_size=64)).strip() == printed[1].strip()
+    params, ranks = sympy.symbols("P N")
+    claim = re.search(r"`zerofx.estimate\(P, N\).by_stage\[2\].total_bytes` is `(.*?)`", README)
+    assert claim is not None
+    assert str(zerofx.estimate(params, ranks).by_stage[2].total_bytes) == claim[1]

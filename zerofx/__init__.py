@@ -15,12 +15,14 @@ from zerofx.errors import (
 if TYPE_CHECKING:
     from zerofx.api import compile, gathered, no_sync, schedule
     from zerofx.config import Config, HookLimits
+    from zerofx.estimates import Estimate, estimate
     from zerofx.render import Schedule
 
 __all__ = [
     "CompilerError",
     "Config",
     "ConfigError",
+    "Estimate",
     "HookLimits",
     "MemoryLimitError",
     "RankMismatchError",
@@ -29,12 +31,19 @@ __all__ = [
     "VerifyError",
     "ZerofxError",
     "compile",
+    "estimate",
     "gathered",
     "no_sync",
     "schedule",
 ]
 __version__ = "0.1.0"
-_HOMES = {"Config": "zerofx.config", "HookLimits": "zerofx.config", "Schedule": "zerofx.render"}
+_HOMES = {
+    "Config": "zerofx.config",
+    "Estimate": "zerofx.estimates",
+    "HookLimits": "zerofx.config",
+    "Schedule": "zerofx.render",
+    "estimate": "zerofx.estimates",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m zerofx demo`` and ``python -m zerofx bench``."""
+"""The command line: ``python -m zerofx demo``, ``bench`` and ``estimate``."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_bench(commands)
+    _add_estimate(commands)
     return parser
 
 
@@ -104,6 +105,51 @@ def _bench(options: argparse.Namespace) -> int:
     where = [] if options.json is None else ["--json", str(options.json.absolute())]
     # In a process of its own: benchmarks/ stands beside this package, not below it, and may not be importable from here.
     return subprocess.run([sys.executable, "-m", "benchmarks.step_time", *short, *where], cwd=tree, check=False).returncode
+
+
+def _add_estimate(commands: Any) -> None:
+    estimate = commands.add_parser(
+        "estimate",
+        help="print ZeRO's closed forms: bytes of one rank, and traffic, by stage",
+        description="What one rank holds and sends at each stage, by the closed forms of the ZeRO paper. Needs no model.",
+        allow_abbrev=False,
+    )
+    estimate.add_argument("--params", type=_figure, metavar="P", required=True, help="parameters of the model, such as 7.5e9")
+    estimate.add_argument("--world-size", type=_figure, metavar="N", required=True, help="ranks")
+    estimate.add_argument("--stage", type=int, choices=range(4), help="one ZeRO stage (all)")
+    estimate.add_argument("--precision", help="bf16, fp16 or fp32 (bf16, with fp32 masters)")
+    estimate.add_argument("--optimizer", type=_name_or_figure, help="its name, or its bytes of state for each parameter (adam)")
+    estimate.add_argument("--offload", nargs="+", metavar="STATE", help="model states on the host: optimizer, gradients, parameters")
+    estimate.add_argument("--micro-batches", type=_figure, metavar="G", help="backwards for each optimizer step (1)")
+    estimate.add_argument("--deepspeed", type=Path, metavar="FILE", help="settings of DeepSpeed, for what is not given here")
+    estimate.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
+    estimate.set_defaults(run=_estimate)
+
+
+def _figure(text: str) -> int | float:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _name_or_figure(text: str) -> str | int | float:
+    return text if text.isidentifier() else _figure(text)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from zerofx.estimates import estimate
+
+    names = ("stage", "precision", "optimizer", "offload", "micro_batches", "deepspeed")
+    try:
+        found = estimate(options.params, options.world_size, **{name: getattr(options, name) for name in names})
+    except ConfigError as error:
+        print(f"zerofx estimate: {error.what}: {error.why}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    if options.json is not None:
+        options.json.write_text(found.to_json() + "\n")
+    print(found)
+    return 0
 
 
 def _source_tree() -> Path:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from zerofx.errors import ConfigError
+
+if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads settings without it
+    import torch
 
 BACKENDS = ("inductor", "aot_eager", "hooks")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -180,7 +180,7 @@ def _share(is_sharded: bool) -> str:
 
 
 def _traffic_formula(stage: int, kind: str) -> str:
-    times = {"all_gather": (0, 1, 1, 2), "reduce_scatter": (0, 1, 1, 1), "all_reduce": (2, 0, 0, 0)}.get(kind, (0, 0, 0, 0))[stage]
+    times = formulas.sent_times(stage).get(kind, 0)
     bound = "up to " if (stage, kind) == (3, "all_gather") else ""
     return f"{bound}{times if times > 1 else ''}P (N-1)/N" if times else "0"
 
