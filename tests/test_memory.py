@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import zerofx
 from benchmarks.measure import allocated_bytes
 from tests.ranks import Pool
+from zerofx.traffic import TrafficCounter
 
 _BLOCKS, _WIDTH, _ROWS = 12, 256, 1024
 
@@ -99,3 +100,36 @@ def test_nothing_whole_stays_after_a_step(ranks: Pool) -> None:
     for held in ranks.run(_resident_after_steps, 2):
         # less than one block in ten steps: what grows is Python's, not a gathered parameter
         assert held[-1] - held[5] < whole_block, held
+
+
+class Broken(nn.Module):
+    """Six linear layers with a graph break after every second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([nn.Linear(_WIDTH, _WIDTH) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.h[1](self.h[0](x)))
+        torch._dynamo.graph_break()
+        x = torch.relu(self.h[3](self.h[2](x)))
+        torch._dynamo.graph_break()
+        return self.h[5](self.h[4](x)).sum()
+
+
+def _whole_with_breaks(rank: int, world: int, limit: int | None) -> tuple[int, int, int]:
+    torch._dynamo.reset()
+    model = zerofx.compile(Broken(), stage=3, backend="aot_eager", memory_limit=limit)
+    for _ in range(2):
+        with TrafficCounter(world) as counter:
+            model(torch.randn(4, _WIDTH)).backward()
+    schedule = zerofx.schedule(model)
+    return counter.whole_peak_bytes, schedule.peak_whole_bytes, schedule.peak_total_bytes
+
+
+def test_graphs_of_one_forward_keep_nothing_for_their_backwards(ranks: Pool) -> None:
+    layer = (_WIDTH * _WIDTH + _WIDTH) * 4
+    for limit in (None, 3 * layer):
+        for alive, whole, total in ranks.run(_whole_with_breaks, 2, limit):
+            assert alive <= whole
+            assert limit is None or total <= limit

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerofx
 from tests.ranks import Pool
@@ -130,3 +131,24 @@ def _eval_moves_nothing(rank: int, world: int) -> list[int]:
 
 def test_fresh_whole_copies_move_nothing(ranks: Pool) -> None:
     assert ranks.run(_eval_moves_nothing, 2) == [[0, 0], [0, 0]]
+
+
+def _bytes_by_dtype(
+    rank: int, world: int, stage: int, backend: str, param: torch.dtype | None, reduce: torch.dtype
+) -> tuple[object, object]:
+    with at_stage(stage):
+        precision = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        model = zerofx.compile(_model(), stage=stage, backend=backend, precision=precision)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        _optimizer_step(model, optimizer, 1, hold=False)
+        with TrafficCounter(world) as counter:
+            _optimizer_step(model, optimizer, 1, hold=False)
+        return counter.sent_bytes, zerofx.schedule(model).traffic_bytes
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "hooks"])
+@pytest.mark.parametrize(("param", "reduce"), [(torch.bfloat16, torch.float32), (None, torch.bfloat16)])
+def test_reductions_are_predicted_in_their_own_dtype(ranks: Pool, backend: str, param: torch.dtype | None, reduce: torch.dtype) -> None:
+    for stage in (0, 3):
+        for sent, predicted in ranks.run(_bytes_by_dtype, 2, stage, backend, param, reduce):
+            assert sent == predicted, stage

@@ -120,6 +120,13 @@ def mark_static(tensors: Iterable[torch.Tensor]) -> None:
         torch._dynamo.mark_static(tensor)
 
 
+def is_whole_frame(gm: torch.fx.GraphModule, function: Any) -> bool:
+    """Whether a graph that Dynamo hands to a backend holds all of a function: no graph break, and no frame inside of it."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    code = TracingContext.get_traced_code()
+    return reason is not None and not reason.graph_break and bool(code) and code[0] is getattr(function, "__code__", None)  # type: ignore[index]
+
+
 def check_cxx_compiler() -> str | None:
     """Return None where Inductor finds a C++ compiler, else its complaint."""
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -45,15 +45,15 @@ class Compilation:
 class Backend:
     """Compiles the graphs that Dynamo captures from one model."""
 
-    def __init__(self, runtime: CompiledRuntime) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: CompiledRuntime, forward: Forward) -> None:
+        self.runtime, self._forward = runtime, forward
         self.pipeline: Pipeline = STAGES[runtime.config.stage].including(runtime.config.passes)
         self.compiler = runtime.new_compiler()
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._check_writes(gm)
         inductor = self.runtime.config.backend == "inductor"
-        tracing = _Tracing(self, Compilation())
+        tracing = _Tracing(self, Compilation(), _torch.is_whole_frame(gm, self._forward))
         compiled = _torch.aot_autograd(
             fw_compiler=tracing.forward,
             bw_compiler=tracing.backward,
@@ -72,10 +72,11 @@ class Backend:
             if node.target in (torch.ops.zerofx.unshard, ops.UNSHARD) and value is not None and value._version:
                 raise in_place_error(self.runtime.params[node.args[2]])
 
-    def program(self, module: GraphModule, phase: Phase) -> Program:
+    def program(self, module: GraphModule, phase: Phase, *, keeps: bool) -> Program:
         """Wrap a traced graph with the facts of the model."""
         runtime = self.runtime
-        return Program(module, phase, Level.TRACED, runtime.params, runtime.group, runtime.config, runtime.wholes.buckets)
+        facts = runtime.params, runtime.group, runtime.config, runtime.wholes.buckets
+        return Program(module, phase, Level.TRACED, *facts, keeps=keeps)
 
 
 class CompiledRuntime(Runtime):
@@ -93,7 +94,7 @@ class CompiledRuntime(Runtime):
         if self._compiled is None:
             # the annotations of torch.compile's overloads lag behind its arguments
             self._compiled = torch.compile(  # type: ignore[call-overload]
-                plain, backend=Backend(self), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
+                plain, backend=Backend(self, plain), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
             )
         assert self._compiled is not None
         self.executed = []
@@ -129,8 +130,10 @@ class CompiledRuntime(Runtime):
 class _Tracing:
     """The compilers of one captured graph, as AOTAutograd calls them."""
 
-    def __init__(self, backend: Backend, compilation: Compilation) -> None:
+    def __init__(self, backend: Backend, compilation: Compilation, is_whole: bool) -> None:
         self.backend, self.compilation = backend, compilation
+        # Between a forward and a backward of several graphs, what each kept would be alive at once.
+        self._keeps = is_whole
         self._source: Program | None = None
 
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -178,7 +181,7 @@ class _Tracing:
         return scheduled
 
     def _joint(self, module: GraphModule) -> Program:
-        program = self.backend.program(module, Phase.JOINT)
+        program = self.backend.program(module, Phase.JOINT, keeps=self._keeps)
         if program.config.backend == "inductor":
             device = next(value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), Tensor))
             start = time.perf_counter()

@@ -34,7 +34,7 @@ class EventLog:
         self._whole_bytes = memory.kept_bytes(params, config.stage)
         self._buffer_bytes = 0
         self._blocks: dict[str, None] = {}
-        self._step = Step(Tally(group))
+        self._step = Step(Tally(group, config))
         self._last: Step | None = None
 
     def begin_forward(self) -> None:
@@ -42,7 +42,7 @@ class EventLog:
         if self._step.events and (self._step.trained or self._last is None or not self._last.trained):
             self._last = self._step
         self._blocks = {}
-        self._step = Step(Tally(self._group), self._whole_bytes, self._whole_bytes + self._buffer_bytes)
+        self._step = Step(Tally(self._group, self._config), self._whole_bytes, self._whole_bytes + self._buffer_bytes)
 
     def begin_backward(self) -> None:
         """Start a backward of the step."""
@@ -55,7 +55,7 @@ class EventLog:
         self._step.tally.add(what.partition(" ")[0], params)
         self._in_flight += (what,)
         self._grow(whole_bytes, buffer_bytes)
-        self._add("launch", what, self._label(members), sum(param.whole_bytes for param in params))
+        self._add("launch", what, self._label(members), memory.moved_bytes(what, params, self._config))
 
     def wait(self, what: str, members: tuple[int, ...], *, packed_bytes: int = 0, buffer_bytes: int = 0) -> None:
         """Note the end of a collective, with what it unpacked for a moment, and the buffers that go."""

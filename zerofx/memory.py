@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from zerofx.collectives import arrives_whole, chunks
+from zerofx.config import Config
 from zerofx.groups import Group
 from zerofx.params import Param
 from zerofx.program import Mark, Phase, Program
@@ -32,9 +33,15 @@ def packed_bytes(params: Sequence[Param], group: Group) -> int:
     return sum(params[position].whole_bytes for chunk in shared for position in chunk)
 
 
-def reduce_bytes(params: Sequence[Param], group: Group, itemsize: int | None = None) -> int:
+def moved_bytes(kind: str, params: Sequence[Param], config: Config) -> int:
+    """Bytes of the whole tensors that a bucket moves: in the compute dtype, or in that of reductions."""
+    narrow = config.reduce_dtype if kind.startswith("reduce") else None
+    return sum(param.whole_bytes // param.compute_dtype.itemsize * (narrow or param.compute_dtype).itemsize for param in params)
+
+
+def reduce_bytes(params: Sequence[Param], group: Group, config: Config) -> int:
     """Bytes in flight while a bucket's gradients reduce: what is sent, and what arrives."""
-    sent = sum(param.whole_bytes // param.compute_dtype.itemsize * (itemsize or param.compute_dtype.itemsize) for param in params)
+    sent = moved_bytes("reduce", params, config)
     if all(param.dim is None for param in params):
         return sent
     return sent + (sent // group.size if group.transport.reduce == "reduce_scatter" else sent)
@@ -45,8 +52,7 @@ def bucket_bytes(program: Program, mark: Mark) -> int:
     params = [program.params[index] for index in mark.params]
     if mark.kind.startswith("gather") or mark.kind == "release":
         return sum(param.whole_bytes for param in params)
-    dtype = program.config.reduce_dtype
-    return reduce_bytes(params, program.group, None if dtype is None else dtype.itemsize)
+    return reduce_bytes(params, program.group, program.config)
 
 
 def kept_bytes(params: Sequence[Param], stage: int) -> int:

@@ -66,7 +66,7 @@ class Reductions:
         dtype = self._config.reduce_dtype
         with torch.no_grad():
             buffers = collectives.reduce_start(grads, params, self._group, dtype)
-        size_bytes = memory.reduce_bytes(params, self._group, None if dtype is None else dtype.itemsize)
+        size_bytes = memory.reduce_bytes(params, self._group, self._config)
         flight = Flight(f"reduce {self._launched}", params, tuple(buffers), size_bytes)
         self._launched += 1
         self._flights.append(flight)

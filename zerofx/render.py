@@ -26,16 +26,16 @@ _MIB = 2**20
 class Tally:
     """What each rank sends in a step, in bytes and in buckets, by kind of collective."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, config: Config) -> None:
+        self._group, self._config = group, config
         self.traffic_bytes = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
         self.collective_counts = dict.fromkeys(self.traffic_bytes, 0)
 
     def add(self, kind: str, params: Sequence[Param]) -> None:
         """Count one bucket: a gather, a refresh or a reduce."""
         ranks = self._group.size
-        sharded = sum(param.whole_bytes for param in params if param.dim is not None)
-        replicated = sum(param.whole_bytes for param in params if param.dim is None)
+        sharded = memory.moved_bytes(kind, [param for param in params if param.dim is not None], self._config)
+        replicated = memory.moved_bytes(kind, [param for param in params if param.dim is None], self._config)
         if sharded:
             self.traffic_bytes[_COLLECTIVES[kind]] += sharded * (ranks - 1) // ranks
             self.collective_counts[_COLLECTIVES[kind]] += 1
@@ -66,7 +66,7 @@ class Schedule:
     ) -> Schedule:
         """Read the schedule off scheduled programs, in the order in which they run."""
         events: list[Event] = []
-        tally = Tally(group)
+        tally = Tally(group, config)
         for members in refresh_buckets:
             tally.add("refresh", [params[index] for index in members])
         whole = total = max(memory.standing_bytes(program) for program in programs)
@@ -190,7 +190,7 @@ def _events(program: Program) -> Iterator[Event]:
         elif what in in_flight:
             in_flight.remove(what)
         whole = alive.get(node, whole)
-        moved = sum(program.params[index].whole_bytes for index in mark.params) if starts else 0
+        moved = memory.moved_bytes(mark.kind, [program.params[index] for index in mark.params], program.config) if starts else 0
         yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name)
     yield from flush()
 
