@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zerofx.api import compile, gathered, no_sync, schedule
     from zerofx.config import Config, HookLimits
     from zerofx.estimates import Estimate, estimate
+    from zerofx.plans import Plan, plan
     from zerofx.render import Schedule
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Estimate",
     "HookLimits",
     "MemoryLimitError",
+    "Plan",
     "RankMismatchError",
     "Schedule",
     "ShardingError",
@@ -34,6 +36,7 @@ __all__ = [
     "estimate",
     "gathered",
     "no_sync",
+    "plan",
     "schedule",
 ]
 __version__ = "0.1.0"
@@ -41,8 +44,10 @@ _HOMES = {
     "Config": "zerofx.config",
     "Estimate": "zerofx.estimates",
     "HookLimits": "zerofx.config",
+    "Plan": "zerofx.plans",
     "Schedule": "zerofx.render",
     "estimate": "zerofx.estimates",
+    "plan": "zerofx.plans",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from torch.fx import Node
 
 from zerofx.program import Program, arguments, output_of
 from zerofx.render import module_of
-
+from zerofx.steps import Step
 
 Root = tuple[Node, int]
 
@@ -53,22 +54,7 @@ class Peak:
 
 # its schema says nothing, and it returns the tensor that it waits for
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_MARKED = {"gather_start": Kind.BUFFER, "gather_wait": Kind.WHOLE, "reduce_start": Kind.BUFFER, "reduce_wait": Kind.GRADIENT}
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What runs as one: a node, or the nodes of a fused kernel. Views take no step where a compiler folds them into their readers.
-
-    A fused kernel writes in the place of what it reads last, where its ``region`` made that and the sizes are equal.
-    """
-
-    nodes: tuple[Node, ...]
-    region: int = -1
-
-    @property
-    def is_fused(self) -> bool:
-        return self.region >= 0
+_MARKED = {"gather_start": Kind.WHOLE, "gather_wait": Kind.WHOLE, "reduce_start": Kind.BUFFER, "reduce_wait": Kind.GRADIENT}
 
 
 def pieces(program: Program, steps: Sequence[Step], standing: frozenset[int]) -> list[Piece]:
@@ -119,9 +105,8 @@ def _written_in_place(found: list[Piece], steps: Sequence[Step]) -> list[Piece]:
     """Let what a fused kernel writes take the place of what dies there."""
     ending: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, piece in enumerate(found):
-        if piece.dies < len(steps) and steps[piece.dies].is_fused and steps[piece.born].region == steps[piece.dies].region:
-            if piece.born < piece.dies:
-                ending[piece.dies, piece.size_bytes].append(number)
+        if piece.born < piece.dies < len(steps) and steps[piece.dies].is_fused and steps[piece.born].region == steps[piece.dies].region:
+            ending[piece.dies, piece.size_bytes].append(number)
     result = list(found)
     for piece in found:
         if candidates := ending.get((piece.born, piece.size_bytes)):
@@ -166,24 +151,26 @@ def _kind(node: Node, is_result: bool) -> Kind:
     return Kind.SAVED if is_result or node.op == "placeholder" else Kind.WORKING
 
 
-def peak(found: Sequence[Piece], step_count: int) -> Peak:
-    """Return the moment when most is alive."""
+def alive_bytes(found: Sequence[Piece], step_count: int) -> list[int]:
+    """Return the bytes alive at each step, and after the last."""
     change = [0] * (step_count + 2)
     for piece in found:
         change[piece.born] += piece.size_bytes
         change[piece.dies + 1] -= piece.size_bytes
-    alive, most, where = 0, 0, 0
-    for step in range(step_count + 1):
-        alive += change[step]
-        if alive > most:
-            most, where = alive, step
+    return list(itertools.accumulate(change[:-1]))
+
+
+def peak(found: Sequence[Piece], step_count: int) -> Peak:
+    """Return the moment when most is alive."""
+    alive = alive_bytes(found, step_count)
+    where = max(range(len(alive)), key=alive.__getitem__)
     by_kind: dict[Kind, int] = defaultdict(int)
     by_module: dict[str, int] = defaultdict(int)
     for piece in found:
         if piece.born <= where <= piece.dies:
             by_kind[piece.kind] += piece.size_bytes
             by_module[piece.module] += piece.size_bytes
-    return Peak(where, most, dict(by_kind), dict(by_module))
+    return Peak(where, alive[where], dict(by_kind), dict(by_module))
 
 
 def storages(nodes: Iterable[Node]) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,42 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import _torch, sharding
-from zerofx.backend import Compilation, CompiledRuntime
+from zerofx.backend import CompiledRuntime
 from zerofx.config import Config
 from zerofx.errors import ConfigError
 from zerofx.groups import Group
 from zerofx.module import binding_of
 from zerofx.params import Param
-from zerofx.program import Program, results_of
+from zerofx.passes import STAGES
+from zerofx.program import Phase, Program, results_of
+from zerofx.render import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The programs of one training step in the order in which they run, scheduled and lowered, and the facts of its model."""
+
+    scheduled: tuple[Program, ...]
+    lowered: tuple[Program, ...]
+    params: tuple[Param, ...]
+    refresh_buckets: tuple[tuple[int, ...], ...]
+    schedule: Schedule
+
+    @property
+    def forwards(self) -> tuple[Program, ...]:
+        """The lowered forwards."""
+        return tuple(program for program in self.lowered if program.phase is Phase.FORWARD)
+
+    @property
+    def backwards(self) -> tuple[Program, ...]:
+        """The lowered backwards."""
+        return tuple(program for program in self.lowered if program.phase is Phase.BACKWARD)
 
 
 def trace(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None, settings: Config, world_size: int, transport: str
-) -> tuple[list[Compilation], CompiledRuntime]:
-    """Return what ``world_size`` ranks would compile for one training step, graph by graph, and the model's state there.
+) -> Traced:
+    """Return what ``world_size`` ranks would compile for one training step.
 
     The model and its inputs may be on any device, meta included, and stay as they are.
     Raises ConfigError where the forward needs values, as a branch on data does.
@@ -52,7 +76,13 @@ def trace(
             why="a plan has shapes only: which way such a branch goes is known when it runs",
             remedy="plan the model without that branch, or run it and print zerofx.schedule(model)",
         ) from error
-    return runtime.last_step, runtime
+    schedule = runtime.schedule()
+    assert schedule is not None
+    lower = STAGES[settings.stage].including(settings.passes)
+    graphs = runtime.last_step
+    scheduled = [*(found.forward for found in graphs), *(found.backward for found in reversed(graphs))]
+    programs = tuple(program for program in scheduled if program is not None)
+    return Traced(programs, tuple(lower.run(program, []) for program in programs), runtime.params, runtime.wholes.buckets, schedule)
 
 
 def _user_line(error: Exception) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,25 +35,9 @@ class Compiler:
 
     def tape(self, program: Program) -> Tape:
         """Return a callable for a lowered program, by its backend: node by node, region by region, or as one graph."""
-        nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-        if program.config.backend == "aot_eager":
-            return Tape(program.module, nodes)
-        if program.config.whole_graph and not any(node.target in _STEPS for node in nodes):
-            return Tape(program.module, [self._compile(program, nodes)])
         order: list[Node | Region] = []
-        pending: list[Node] = []
-        for node in [*nodes, None]:
-            if node is not None and not is_boundary(node):
-                pending.append(node)
-                continue
-            # one op alone has nothing to fuse with: its own kernel is as fast, and needs no compiler
-            if sum(not _is_cheap(item) for item in pending) > 1:
-                order.append(self._compile(program, pending))
-            else:
-                order.extend(pending)
-            pending = []
-            if node is not None:
-                order.append(node)
+        for part in cut(program):
+            order.extend([self._compile(program, part.nodes)] if part.is_compiled else part.nodes)
         return Tape(program.module, order)
 
     def _compile(self, program: Program, nodes: list[Node]) -> Region:
@@ -65,6 +50,36 @@ class Compiler:
             compiled = _torch.inductor_compile(module, is_backward=program.phase is Phase.BACKWARD, patches=PATCHES)
             self._compiled[key or f"unique {self.region_count}"] = compiled
         return Region(compiled, tuple(inputs), tuple(outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive nodes of a lowered program: one region for the compiler, or ops that run as they are."""
+
+    nodes: list[Node]
+    is_compiled: bool
+
+
+def cut(program: Program) -> Iterator[Part]:
+    """Yield the parts of a lowered program, in order."""
+    nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    if program.config.backend == "aot_eager":
+        yield Part(nodes, is_compiled=False)
+        return
+    if program.config.whole_graph and not any(node.target in _STEPS for node in nodes):
+        yield Part(nodes, is_compiled=True)
+        return
+    pending: list[Node] = []
+    for node in [*nodes, None]:
+        if node is not None and not is_boundary(node):
+            pending.append(node)
+            continue
+        if pending:
+            # one op alone has nothing to fuse with: its own kernel is as fast, and needs no compiler
+            yield Part(pending, is_compiled=sum(not _is_cheap(item) for item in pending) > 1)
+        pending = []
+        if node is not None:
+            yield Part([node], is_compiled=False)
 
 
 _BUFFER = torch.ops.aten.new_empty.default
