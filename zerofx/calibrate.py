@@ -50,9 +50,10 @@ def _measure(mesh: DeviceMesh | None, group: Group) -> Hardware:
     if mesh is not None and group.size > 1:
         links = measure.link(group, mesh.get_group())
         figures = _middle(exchange(figures, mesh, group))
-    # all ranks share one machine as far as can be told: the link that was measured is the only one
+    # all ranks share one machine as far as can be told, its memory too: the link that was measured is the only one
+    figures["memory_bytes"] //= group.size
     source = f"measured on {_processor_name()} with {torch.get_num_threads()} threads, {group.size} ranks"
-    return Hardware(name="this_machine", source=source, ranks_per_node=max(group.size, 1), intra_node=links, inter_node=links, **figures)
+    return Hardware(name="this_machine", source=source, ranks_per_node=group.size, intra_node=links, inter_node=links, **figures)
 
 
 def _middle(figures: list[Any]) -> Any:

@@ -9,6 +9,8 @@ import torch
 
 from zerofx.errors import ConfigError
 
+# A rate stands for a time: equal times come back as rates, and from them, with an error in the last digits.
+_ROUNDING = 1 + 1e-9
 Rates = tuple[tuple[float, float], ...]
 
 
@@ -32,7 +34,7 @@ class Link:
         _check(bool(self.rates), "Link(rates=())")
         for name, rates in (("rates", self.rates), ("exchange_rates", self.exchange_rates)):
             times = [(size, size / rate) for size, rate in rates if size > 0 and rate > 0]
-            rising = all(one[0] < other[0] and one[1] <= other[1] for one, other in itertools.pairwise(times))
+            rising = all(one[0] < other[0] and one[1] <= other[1] * _ROUNDING for one, other in itertools.pairwise(times))
             _check(len(times) == len(rates) and rising, f"Link({name}={rates})")
 
     def transfer_s(self, message_bytes: float, *, exchange: bool = False) -> float:

@@ -1,10 +1,9 @@
-"""What this processor and its link to other ranks do, measured in seconds' time by what runs in a training step."""
+"""What this processor and its link to other ranks do, measured within seconds by what runs in a training step."""
 
 from __future__ import annotations
 
 import functools
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,8 @@ from zerofx.machine import Link, Rates
 # (rows, inner, columns): what blocks of widths 512 to 1024 multiply by; the first alone where it takes long.
 _PRODUCTS = ((512, 512, 512), (1024, 512, 2048), (1024, 2048, 512), (512, 1024, 2048))
 _LONG_S = 0.02
+# How long, and how often, one thing is measured.
+_LEAST_S, _MOST = 0.12, 200
 _ATTENTION = (2, 4, 512, 64)  # rows, heads, length, head size
 # Larger than any cache, as what a step reads has left the caches since it was written.
 _MEMORY_BYTES = 64 * 2**20
@@ -28,16 +29,17 @@ _FUNCTIONS = ("exp", "erf", "log", "sin", "tanh")
 _FRESH_BYTES = 48 * 2**20
 # A kernel of its own needs a rate of its own where it is so far from a plain product's.
 _LIKE = 0.15
-# Whole tensors of buckets; the longest that a link may take for one is what is sent between two looks at a clock.
+# Buckets, by the bytes of their whole tensors; and the time for one from which no larger one is tried.
 _BUCKETS_BYTES = (2**13, 2**16, 2**19, 2**21, 2**23, 2**25)
 _LONGEST_S = 0.5
+_REPEATS, _FEW_REPEATS = 12, 3
 
 
-def _time_s(run: Callable[[], Any], before: Callable[[], Any] | None = None, least_s: float = 0.12, most: int = 50) -> float:
+def _time_s(run: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
     """Return the least seconds of a call, as what disturbs it only ever adds; each comes after another call, which does not count."""
     run()
     taken: list[float] = []
-    while len(taken) < 3 or (sum(taken) < least_s and len(taken) < most):
+    while len(taken) < 3 or (sum(taken) < _LEAST_S and len(taken) < _MOST):
         if before is not None:
             before()
         start = time.perf_counter()
@@ -47,7 +49,7 @@ def _time_s(run: Callable[[], Any], before: Callable[[], Any] | None = None, lea
 
 
 def processor() -> dict[str, Any]:
-    """Measure this processor with the threads that torch uses; return the fields of Hardware that it sets. Takes about 6 s on one core."""
+    """Measure this processor with the threads that torch uses; return the fields of Hardware that it sets. Takes about 8 s on one core."""
     plain: list[tuple[str, float]] = []
     special: list[tuple[str, str, float]] = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -65,7 +67,7 @@ def processor() -> dict[str, Any]:
         "elements_per_s": tuple(
             (name, _ELEMENTS / _time_s(functools.partial(getattr(torch, name), values, out=results))) for name in _FUNCTIONS
         ),
-        "launch_s": _time_s(lambda: one.add_(1), least_s=0.02, most=2000),
+        "launch_s": _time_s(lambda: one.add_(1)),
         "page_in_bytes_per_s": _page_in_bytes_per_s(),
     }
 
@@ -114,26 +116,25 @@ def _page_in_bytes_per_s() -> float:
 def link(group: Group, process_group: dist.ProcessGroup) -> Link:
     """Measure, together with all ranks of a gloo group, the link between them, by buckets of rising size as zerofx sends them.
 
-    Every rank returns the same figures: those of the slowest. Returns in seconds on any link: it stops at a size that takes long.
+    Every rank returns the same figures: those of the slowest. It stops at a size that takes long, so that it takes seconds on any link.
     """
-    rates: dict[str, list[tuple[float, float]]] = {"all_gather": [], "all_to_all": []}
-    latency_s = cpu_s_per_byte = 0.0
+    steps_s: dict[str, list[tuple[int, float]]] = {"all_gather": [], "all_to_all": []}
+    cpu_s_per_byte = 0.0
     for whole_bytes in _BUCKETS_BYTES:
-        shard = whole_bytes // group.size // 4
         count = group.transport.pieces if whole_bytes >= group.transport.split_bytes else 1
-        for kind, table in rates.items():
-            buffers = [_buffers(kind, shard // count, group.size) for _ in range(count)]
-            seconds, cpu_s = _together_s(functools.partial(_send, buffers, process_group), process_group)
-            if not latency_s:
-                latency_s = seconds / (group.size - 1)
-                continue
-            sent = (group.size - 1) * shard * 4
-            cpu_s_per_byte = cpu_s / sent  # of the largest, where waiting counts for nothing
-            # what a latency hides is taken as free
-            table.append((shard * 4, max(sent, 1) / max(seconds - (group.size - 1) * latency_s, 1e-9)))
+        elements = whole_bytes // 4 // group.size // count
+        for kind, measured in steps_s.items():
+            buffers = [_buffers(kind, elements, group.size) for _ in range(count)]
+            repeats = _REPEATS if whole_bytes < group.transport.split_bytes else _FEW_REPEATS
+            seconds, cpu_s = _together_s(functools.partial(_send, buffers, process_group), process_group, repeats)
+            shard_bytes = elements * count * 4
+            measured.append((shard_bytes, seconds / (group.size - 1)))
+            cpu_s_per_byte = cpu_s / (shard_bytes * (group.size - 1))  # the largest bucket's, where waiting counts for little
         if seconds > _LONGEST_S:
             break
-    return Link(latency_s, _rising(rates["all_gather"]), _rising(rates["all_to_all"]), cpu_s_per_byte)
+    latency_s = min(step_s for measured in steps_s.values() for _, step_s in measured)
+    gather, exchange = (_rates(measured, latency_s) for measured in steps_s.values())
+    return Link(latency_s, gather, exchange, cpu_s_per_byte)
 
 
 def _buffers(kind: str, shard: int, world_size: int) -> tuple[str, Tensor, Tensor]:
@@ -143,7 +144,7 @@ def _buffers(kind: str, shard: int, world_size: int) -> tuple[str, Tensor, Tenso
 
 def _send(buffers: Sequence[tuple[str, Tensor, Tensor]], process_group: dist.ProcessGroup) -> None:
     works = [
-        dist.all_gather_into_tensor(out, source, group=process_group, async_op=True)
+        dist.all_gather_single(out, source, group=process_group, async_op=True)
         if kind == "all_gather"
         else dist.all_to_all_single(out, source, group=process_group, async_op=True)
         for kind, out, source in buffers
@@ -152,26 +153,31 @@ def _send(buffers: Sequence[tuple[str, Tensor, Tensor]], process_group: dist.Pro
         work.wait()
 
 
-def _together_s(run: Callable[[], None], process_group: dist.ProcessGroup) -> tuple[float, float]:
-    """Return the median (seconds, processor seconds) of a call that all ranks make; those of the slowest rank."""
-    taken, cpu = [], []
-    for _ in range(4):
+def _together_s(run: Callable[[], None], process_group: dist.ProcessGroup, repeats: int) -> tuple[float, float]:
+    """Return the mean (seconds, processor seconds) of a call that all ranks make; those of the slowest rank.
+
+    The mean, because a small collective takes either 0.2 ms or, where its thread waits for the core, a slice of the scheduler's.
+    """
+    run()
+    taken = cpu = 0.0
+    for _ in range(repeats):
         dist.barrier(group=process_group)
         start, cpu_start = time.perf_counter(), time.process_time()
         run()
-        taken.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - cpu_start)
-    slowest = torch.tensor([statistics.median(taken[1:]), statistics.median(cpu[1:])], dtype=torch.float64)
+        taken += time.perf_counter() - start
+        cpu += time.process_time() - cpu_start
+    slowest = torch.tensor([taken / repeats, cpu / repeats], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=process_group)
     seconds, cpu_s = slowest.tolist()
     return seconds, cpu_s
 
 
-def _rising(table: Sequence[tuple[float, float]]) -> Rates:
-    """Return the table without times that fall as the size rises: noise."""
+def _rates(measured: Sequence[tuple[int, float]], latency_s: float) -> Rates:
+    """Return (bytes, bytes per second) beside the latency: seconds never fall as the size rises, and no rate is above the best seen."""
+    best = max(size / step_s for size, step_s in measured)
     kept: list[tuple[float, float]] = []
     longest_s = 0.0
-    for size, rate in table:
-        longest_s = max(longest_s, size / rate)
+    for size, step_s in measured:
+        longest_s = max(longest_s, step_s - latency_s, size / best)
         kept.append((size, size / longest_s))
     return tuple(kept)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from zerofx.collectives import arrives_whole, chunks, is_alone, pieces
+from zerofx.collectives import arrives_whole, chunks, pieces
 from zerofx.groups import Group
 from zerofx.machine import Hardware, Link
 from zerofx.params import Param
@@ -82,13 +81,13 @@ def gather_compute_s(params: Sequence[Param], group: Group, hardware: Hardware) 
     """Return the processor seconds around a bucket's gather: casting, packing and unpacking, and driving the transfer."""
     copied = 0
     for chunk in chunks(params, group):
-        for param in (params[position] for position in chunk):
-            if param.dtype is not param.compute_dtype:
-                copied += param.shard_numel * (param.dtype.itemsize + param.compute_dtype.itemsize)
-        if not is_alone(chunk, params):
-            copied += 2 * sum(params[position].shard_numel * params[position].compute_dtype.itemsize for position in chunk)
-        if not arrives_whole(chunk, params, group):
-            copied += 2 * sum(params[position].whole_bytes for position in chunk)
+        members = [params[position] for position in chunk]
+        shards = sum(param.shard_numel * param.compute_dtype.itemsize for param in members)
+        copied += sum(param.shard_numel * param.dtype.itemsize for param in members if param.dtype is not param.compute_dtype)
+        copied += shards * any(param.dtype is not param.compute_dtype for param in members)
+        copied += 2 * shards * (len(chunk) > 1)
+        if members[0].dim is not None and not arrives_whole(chunk, params, group):
+            copied += 2 * sum(param.whole_bytes for param in members)
     return copied / hardware.memory_bytes_per_s + _driving_s(_messages(params, group, "all_gather", None), group, hardware)
 
 
@@ -97,7 +96,7 @@ def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, 
     copied = 0
     for chunk in chunks(params, group):
         whole = sum(_travelling_bytes(params[position], dtype) for position in chunk)
-        if not arrives_whole(chunk, params, group):
+        if len(chunk) > 1 or (params[chunk[0]].dim is not None and not arrives_whole(chunk, params, group)):
             copied += 2 * whole
         arriving = whole if group.transport.reduce == "all_to_all" or params[chunk[0]].dim is None else whole // group.size
         copied += arriving + sum(params[position].shard_numel * params[position].dtype.itemsize for position in chunk)
@@ -122,9 +121,9 @@ def _messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dty
 def _bucket_s(messages: Iterator[tuple[str, float]], group: Group, hardware: Hardware) -> float:
     if not group.transport.is_concurrent:
         return sum(collective_s(kind, size, group.size, hardware) for kind, size in messages)
-    together: Counter[str] = Counter()
+    together: dict[str, float] = {}
     for kind, size in messages:
-        together[kind] += size  # type: ignore[assignment]
+        together[kind] = together.get(kind, 0.0) + size
     return sum(collective_s(kind, size, group.size, hardware) for kind, size in together.items())
 
 

@@ -110,13 +110,15 @@ def flops(node: Node) -> int:
     if formula is None:
         return 0
 
-    def concrete(source: Node) -> Any:
-        value = source.meta.get("val")
-        return torch.empty(shape_of(value), dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: _concrete(source.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=_concrete(node.meta["val"])))
 
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), concrete)
-    outs = [torch.empty(shape_of(value), dtype=value.dtype, device="meta") for value in tensors(node)]
-    return int(formula(*args, **kwargs, out_val=outs[0] if isinstance(node.meta["val"], Tensor) else outs))
+
+def _concrete(value: Any) -> Any:
+    """Return a traced value with its sizes in numbers."""
+    if isinstance(value, list | tuple):
+        return [_concrete(part) for part in value]
+    return torch.empty(shape_of(value), dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
 
 
 def run_share(node: Node) -> float:
