@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.programs import fake_ranks
 from tests.ranks import Pool
 from zerofx import calibrate, measure
+from zerofx.errors import ConfigError
 from zerofx.groups import resolve_mesh
 from zerofx.hardware import hardware
 from zerofx.machine import Hardware
@@ -119,6 +121,15 @@ def test_writers_at_once_leave_one_whole_file(measured: list[dict[str, Any]], tm
             kept.result()
             assert calibrate.load(path) == machine
     assert len(list(path.parent.iterdir())) == 2  # no temporary file stays
+
+
+def test_ranks_of_accelerators_are_not_measured(measured: list[dict[str, Any]]) -> None:
+    with fake_ranks(2):
+        mesh, group = resolve_mesh(None, "cpu")
+        with pytest.raises(ConfigError, match="fake") as raised:
+            hardware("this_machine", mesh, group)
+    assert "h100" in raised.value.remedy
+    assert not measured
 
 
 def agree(rank: int, world: int, folder: str) -> list[Any]:

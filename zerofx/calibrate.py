@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import measure
+from zerofx.errors import ConfigError
 from zerofx.groups import Group, exchange
 from zerofx.machine import Hardware, Link
 
@@ -30,9 +31,17 @@ _LOOPBACK = Link(latency_s=2e-4, rates=((2**16, 3e8), (2**22, 9e8), (2**25, 1e9)
 def this_machine(mesh: DeviceMesh | None = None, group: Group | None = None) -> Hardware:
     """Return what this machine and the links of a group do; all ranks of the group must call, and all get the same.
 
-    Takes up to 20 s the first time. Without a group the links are assumed; nothing but gloo is measured.
+    Takes up to 20 s the first time. Without a group the links are assumed. Raises ConfigError for ranks that gloo does not join:
+    what they compute and send by is not what is measured.
     """
-    group = _ALONE if group is None or mesh is None or group.backend != "gloo" else group
+    group = _ALONE if group is None or mesh is None else group
+    if group.size > 1 and group.backend != "gloo":
+        raise ConfigError(
+            f'hardware="this_machine" measures no {group.backend} ranks',
+            where="zerofx.hardware",
+            why="processors and gloo are measured, accelerators and their links are not",
+            remedy='name the accelerator, such as hardware("h100"), or pass a zerofx.hardware.Hardware with your numbers',
+        )
     path = _folder() / f"calibration-{_digest(_facts(group))}.json"
     kept = load(path)
     # the first rank's word counts: nobody plans by figures of its own
