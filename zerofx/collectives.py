@@ -53,10 +53,10 @@ def is_alone(chunk: Sequence[int], params: Sequence[Param]) -> bool:
 
 def arrives_whole(chunk: Sequence[int], params: Sequence[Param], group: Group) -> bool:
     """Whether a chunk's gather writes a parameter as it lies in memory: nothing to copy out of a buffer."""
-    return is_alone(chunk, params) and _pieces(chunk, params, group) == 1
+    return is_alone(chunk, params) and pieces(chunk, params, group) == 1
 
 
-def _pieces(chunk: Sequence[int], params: Sequence[Param], group: Group) -> int:
+def pieces(chunk: Sequence[int], params: Sequence[Param], group: Group) -> int:
     """Return how many collectives a chunk is cut into."""
     first = params[chunk[0]]
     is_cut = is_alone(chunk, params) and first.whole_bytes >= group.transport.split_bytes
@@ -72,7 +72,7 @@ def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group
         if params[chunk[0]].dim is None:
             buffers.append(packed)
             continue
-        for piece in packed.tensor_split(_pieces(chunk, params, group)):
+        for piece in packed.tensor_split(pieces(chunk, params, group)):
             out = piece.new_empty((piece.shape[0] * group.size, *piece.shape[1:]))
             buffers.append(_all_gather(piece, out, group))
     return buffers
@@ -84,7 +84,7 @@ def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
     left = iter(buffers)
     for chunk in chunks(params, group):
         first = params[chunk[0]]
-        arrived = [next(left)] if first.dim is None else _wait(left, _pieces(chunk, params, group), group)
+        arrived = [next(left)] if first.dim is None else _wait(left, pieces(chunk, params, group), group)
         if is_alone(chunk, params):
             if len(arrived) > 1:
                 arrived = [torch.cat([piece.unflatten(0, (group.size, -1)) for piece in arrived], 1).flatten(0, 1)]
@@ -148,7 +148,7 @@ def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group,
         padded = [_with_padding(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
         if is_alone(chunk, params):
             by_rank = padded[0].unflatten(0, (group.size, -1))
-            for piece in by_rank.tensor_split(_pieces(chunk, params, group), dim=1):
+            for piece in by_rank.tensor_split(pieces(chunk, params, group), dim=1):
                 buffers.append(_reduce_scatter(piece.reshape(-1, *piece.shape[2:]).contiguous(), group))
         else:
             packed = _cat([_cut(grad, params[position]) for grad, position in zip(padded, chunk, strict=True)], 1).contiguous()
@@ -191,7 +191,7 @@ def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
         if first.dim is None:
             (total,) = _wait(left, 1, group)
         else:
-            arrived = _wait(left, _pieces(chunk, params, group), group)
+            arrived = _wait(left, pieces(chunk, params, group), group)
             total = _cat([_total(piece, group) for piece in arrived], 0)
         divided = group.size == 1 or (first.dim is None and total.dtype in _NARROW)
         mean = total.to(first.dtype) if divided else total.to(first.dtype) / group.size
@@ -219,7 +219,7 @@ class Refresh:
                 _wait(left, 1, self.group)
                 continue
             parts = [self.params[position] for position in chunk]
-            buffers = list(itertools.islice(left, _pieces(chunk, self.params, self.group)))
+            buffers = list(itertools.islice(left, pieces(chunk, self.params, self.group)))
             for position, whole in zip(chunk, gather_wait(buffers, parts, self.group), strict=True):
                 self.wholes[position].copy_(whole)
         torch.autograd.graph.increment_version(list(self.wholes))

@@ -30,6 +30,11 @@ class Transport:
     split_bytes: int
     pieces: int
 
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether several collectives share the link at once; else each waits for the one before."""
+        return self.pieces > 1
+
 
 # gloo's reduce_scatter is an all-reduce inside (twice the bytes), so it exchanges chunks and sums locally (design, fact 15).
 # Measured on two ranks at 500 mbit: one collective alone, sending 16 MiB, has 0.47 (exchange) to 0.62 (gather) of the wire, in four

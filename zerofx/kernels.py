@@ -1,0 +1,159 @@
+"""Which nodes of a compute region run as one kernel, and what each kernel computes and moves. Pure; no hardware."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zerofx.work import bytes_of, flops, functions, is_free, keeps_rows, kind_of, packet, read_bytes, run_share, tensor_bytes, tensors
+
+aten = torch.ops.aten
+
+# What Inductor computes within a loop, beside the ops tagged as pointwise, as reductions or as copies of views.
+_FUSED_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy})
+_FUSED = frozenset(
+    getattr(aten, name)
+    for name in (
+        "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "_to_copy", "_unsafe_index",
+        "_unsafe_masked_index", "arange", "as_strided_scatter", "cat", "constant_pad_nd", "copy", "copy_", "embedding", "fill_", "flip",
+        "full", "full_like", "gather", "index", "index_select", "logsumexp", "native_dropout", "native_layer_norm",
+        "native_layer_norm_backward", "ones", "ones_like", "repeat", "scalar_tensor", "select_scatter", "slice_scatter", "zeros",
+        "zeros_like",
+    )
+) | {torch.ops.prims.iota}  # fmt: skip
+# glibc takes an allocation from this size from the system each time, which hands out pages as they are first written to
+# (DEFAULT_MMAP_THRESHOLD_MAX on 64 bits).
+FRESH_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Nodes that run as one: flops by torch's registry and how many of them run (causal attention skips some), and bytes that move.
+
+    ``kind`` and ``dtype`` choose the rate of the flops; ``elements`` are (function, count); ``fresh_bytes`` are those of results
+    on a CPU of at least ``FRESH_BYTES`` each.
+    """
+
+    nodes: tuple[Node, ...]
+    kind: str
+    dtype: torch.dtype
+    flops: int
+    run_flops: float
+    moved_bytes: int
+    elements: tuple[tuple[str, int], ...]
+    fresh_bytes: int
+
+
+def kernels(nodes: Sequence[Node]) -> list[Kernel]:
+    """Return the kernels of consecutive nodes, in the order of their last nodes; nodes that compute nothing are in none.
+
+    A kernel is one op that Inductor does not write itself, such as a matrix product, or a chain that it fuses. Two nodes are in
+    one chain where one reads the other, each row as it comes. A value is computed as late as all that read it allow.
+    """
+    return _Region(nodes).kernels()
+
+
+class _Region:
+    """Nodes by level: what a level reads was made by lower levels, or by the same chain."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._level: dict[Node, int] = {}
+        self._base: dict[Node, Node] = {}  # what a view is of
+        self._free: set[Node] = set()
+        self._inlined: set[Node] = set()  # constants, made where they are read
+        self._alone: set[Node] = set()
+        self._whole: set[Node] = set()  # what no chain can go on from
+        self._above: dict[Node, Node] = {}
+        fused: dict[Any, bool] = {}
+        for node in nodes:
+            if node.op != "output":  # what it returns leaves the region
+                self._enter(node, fused)
+        for node in reversed(self._level):
+            if node not in self._whole and node.users and all(user in self._level for user in node.users):
+                self._level[node] = max(self._level[node], min(self._level[user] for user in node.users))
+        for node in self._level:
+            if node not in self._alone and node not in self._free:
+                for source in node.all_input_nodes:
+                    base = self._base.get(source, source)
+                    if self._computes(base) and base not in self._whole and self._level[base] == self._level[node]:
+                        self._above[self._root(base)] = self._root(node)
+
+    def _enter(self, node: Node, fused: dict[Any, bool]) -> None:
+        sources = node.all_input_nodes
+        self._level[node] = max((self._level[source] + (source in self._whole) for source in sources if source in self._level), default=0)
+        self._base[node] = node
+        if is_free(node):
+            self._free.add(node)
+            if sources and next(tensors(node), None) is not None:
+                self._base[node] = self._base.get(sources[0], sources[0])
+            return
+        if node.target not in fused:
+            tags = getattr(node.target, "tags", ())
+            fused[node.target] = packet(node) in _FUSED or not _FUSED_TAGS.isdisjoint(tags)
+        if not fused[node.target]:
+            self._alone.add(node)
+            self._whole.add(node)
+        elif not sources:
+            self._free.add(node)
+            self._inlined.add(node)
+        elif not keeps_rows(node):
+            self._whole.add(node)
+
+    def _computes(self, node: Node) -> bool:
+        return node in self._level and node not in self._free
+
+    def _root(self, node: Node) -> Node:
+        """Return the node that stands for a node's chain."""
+        while (above := self._above.get(node, node)) is not node:
+            self._above[node] = self._above.get(above, above)
+            node = above
+        return node
+
+    def kernels(self) -> list[Kernel]:
+        """Return the kernels."""
+        members: dict[Node, list[Node]] = {}
+        reads: dict[Node, Counter[Node]] = {}
+        written: set[Node] = set()
+        for node in self._level:
+            if any(user not in self._level for user in node.users):
+                written.add(self._base[node])
+            if node in self._free:
+                continue
+            root = self._root(node)
+            members.setdefault(root, []).append(node)
+            into = reads.setdefault(root, Counter())
+            for source in node.all_input_nodes:
+                base = self._base.get(source, source)
+                if base in self._inlined or (self._computes(base) and self._root(base) is root):
+                    continue
+                written.add(base)
+                # a view may show more than there is (expanded) or less (sliced)
+                into[base] = max(into[base], min(read_bytes(node, source), bytes_of(base) or bytes_of(source)))
+        place = {node: place for place, node in enumerate(self._level)}
+        ordered = sorted(members.items(), key=lambda item: place[item[1][-1]])
+        return [_kernel(tuple(group), reads[root].total(), [node for node in group if node in written]) for root, group in ordered]
+
+
+def _kernel(nodes: tuple[Node, ...], read: int, written: list[Node]) -> Kernel:
+    first = nodes[0]
+    count = flops(first) if len(nodes) == 1 else 0
+    elements: Counter[str] = Counter()
+    for node in nodes:
+        for name, number in functions(node):
+            elements[name] += number
+    results = [(value.device.type, tensor_bytes(value)) for node in written for value in tensors(node)]
+    return Kernel(
+        nodes,
+        kind=kind_of(first) if count else "fused",
+        dtype=next(tensors(first)).dtype,
+        flops=count,
+        run_flops=count * run_share(first),
+        moved_bytes=read + sum(size for _, size in results),
+        elements=tuple(elements.items()),
+        fresh_bytes=sum(size for device, size in results if device == "cpu" and size >= FRESH_BYTES),
+    )

@@ -1,0 +1,133 @@
+"""Seconds of collectives on given hardware, and of buckets as ``collectives`` sends them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from zerofx.collectives import arrives_whole, chunks, pieces
+from zerofx.groups import Group
+from zerofx.machine import Hardware, Link
+from zerofx.params import Param
+
+
+def collective_s(kind: str, total_bytes: float, world_size: int, hardware: Hardware) -> float:
+    """Return the seconds of one collective: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
+
+    ``total_bytes`` are those of the whole tensor: what a gather gives, what the others take. Ranks fill one node after the other. A ring
+    passes 1/N of it in each step, and waits in each for the slowest link on its way; what leaves a node shares all its adapters.
+    Source: Thakur, Rabenseifner and Gropp, 2005 (ring); NVIDIA/nccl, src/graph/tuning.cc (steps by link).
+    """
+    if world_size == 1:
+        return 0.0
+    if kind == "all_to_all":
+        seconds = _exchange_s(total_bytes, world_size, hardware)
+    elif kind == "all_reduce":
+        seconds = min(2 * _ring_s(total_bytes, world_size, hardware), _tree_s(total_bytes, world_size, hardware))
+    elif kind in ("all_gather", "reduce_scatter"):
+        seconds = _ring_s(total_bytes, world_size, hardware)
+    else:
+        raise ValueError(f"{kind!r} is no collective of zerofx")
+    return seconds + hardware.launch_s
+
+
+def _nodes(world_size: int, hardware: Hardware) -> tuple[int, int]:
+    """Return (nodes, ranks on each)."""
+    return math.ceil(world_size / hardware.ranks_per_node), min(world_size, hardware.ranks_per_node)
+
+
+def _links(world_size: int, hardware: Hardware) -> list[Link]:
+    nodes, ranks = _nodes(world_size, hardware)
+    return [hardware.intra_node] * (ranks > 1) + [hardware.inter_node] * (nodes > 1)
+
+
+def _ring_s(total_bytes: float, world_size: int, hardware: Hardware) -> float:
+    nodes, _ = _nodes(world_size, hardware)
+    between = nodes - 1
+    latency_s = between * hardware.inter_node.latency_s + (world_size - 1 - between) * hardware.intra_node.latency_s
+    slowest_s = max(link.transfer_s(total_bytes / world_size) for link in _links(world_size, hardware))
+    return latency_s + (world_size - 1) * slowest_s
+
+
+def _tree_s(total_bytes: float, world_size: int, hardware: Hardware) -> float:
+    """A chain in each node and a binary tree of nodes, up and down."""
+    nodes, ranks = _nodes(world_size, hardware)
+    latency_s = math.ceil(math.log2(nodes)) * hardware.inter_node.latency_s + (ranks - 1) * hardware.intra_node.latency_s
+    return 2 * (latency_s + max(link.transfer_s(total_bytes) for link in _links(world_size, hardware)))
+
+
+def _exchange_s(total_bytes: float, world_size: int, hardware: Hardware) -> float:
+    """Each rank sends 1/N to each other one; what goes to other nodes leaves by the adapters of all ranks of a node together."""
+    nodes, ranks = _nodes(world_size, hardware)
+    message_bytes, away = total_bytes / world_size, world_size - ranks
+    within_s = (ranks - 1) * hardware.intra_node.transfer_s(message_bytes, exchange=True)
+    between_s = away * hardware.inter_node.transfer_s(ranks * message_bytes, exchange=True) if nodes > 1 else 0.0
+    return (ranks - 1) * hardware.intra_node.latency_s + away * hardware.inter_node.latency_s + max(within_s, between_s)
+
+
+def gather_s(params: Sequence[Param], group: Group, hardware: Hardware) -> float:
+    """Return the seconds from the start of a bucket's gather, on idle links, until all of it has arrived."""
+    return _bucket_s(_messages(params, group, "all_gather", None), group, hardware)
+
+
+def reduce_s(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> float:
+    """Return the seconds of a bucket's reduction on idle links; ``dtype`` is what travels (None: the compute dtype)."""
+    return _bucket_s(_messages(params, group, group.transport.reduce, dtype), group, hardware)
+
+
+def gather_compute_s(params: Sequence[Param], group: Group, hardware: Hardware) -> float:
+    """Return the processor seconds around a bucket's gather: casting, packing and unpacking, and driving the transfer."""
+    copied = 0
+    for chunk in chunks(params, group):
+        members = [params[position] for position in chunk]
+        shards = sum(param.shard_numel * param.compute_dtype.itemsize for param in members)
+        copied += sum(param.shard_numel * param.dtype.itemsize for param in members if param.dtype is not param.compute_dtype)
+        copied += shards * any(param.dtype is not param.compute_dtype for param in members)
+        copied += 2 * shards * (len(chunk) > 1)
+        if members[0].dim is not None and not arrives_whole(chunk, params, group):
+            copied += 2 * sum(param.whole_bytes for param in members)
+    return copied / hardware.memory_bytes_per_s + _driving_s(_messages(params, group, "all_gather", None), group, hardware)
+
+
+def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> float:
+    """Return the processor seconds around a bucket's reduction: packing, adding what arrives, averaging, and driving the transfer."""
+    copied = 0
+    for chunk in chunks(params, group):
+        whole = sum(_travelling_bytes(params[position], dtype) for position in chunk)
+        if len(chunk) > 1 or (params[chunk[0]].dim is not None and not arrives_whole(chunk, params, group)):
+            copied += 2 * whole
+        arriving = whole if group.transport.reduce == "all_to_all" or params[chunk[0]].dim is None else whole // group.size
+        copied += arriving + sum(params[position].shard_numel * params[position].dtype.itemsize for position in chunk)
+    return copied / hardware.memory_bytes_per_s + _driving_s(_messages(params, group, group.transport.reduce, dtype), group, hardware)
+
+
+def _travelling_bytes(param: Param, dtype: torch.dtype | None) -> int:
+    return param.whole_bytes // param.compute_dtype.itemsize * (dtype or param.compute_dtype).itemsize
+
+
+def _messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
+    """Yield the collectives that carry a bucket: (kind, bytes of the whole). What is replicated is not gathered."""
+    for chunk in chunks(params, group):
+        size = sum(_travelling_bytes(params[position], dtype) for position in chunk)
+        if params[chunk[0]].dim is not None:
+            count = pieces(chunk, params, group)
+            yield from ((kind, size / count) for _ in range(count))
+        elif kind != "all_gather":
+            yield "all_reduce", size
+
+
+def _bucket_s(messages: Iterator[tuple[str, float]], group: Group, hardware: Hardware) -> float:
+    if not group.transport.is_concurrent:
+        return sum(collective_s(kind, size, group.size, hardware) for kind, size in messages)
+    together: dict[str, float] = {}
+    for kind, size in messages:
+        together[kind] = together.get(kind, 0.0) + size
+    return sum(collective_s(kind, size, group.size, hardware) for kind, size in together.items())
+
+
+def _driving_s(messages: Iterator[tuple[str, float]], group: Group, hardware: Hardware) -> float:
+    """Return the processor seconds that a rank's own sending takes."""
+    sent = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in messages) * (group.size - 1) / group.size
+    return sent * max(link.cpu_s_per_byte for link in (hardware.intra_node, hardware.inter_node))
