@@ -1,5 +1,6 @@
 """The simulator against an example by hand, and what holds for every program."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -38,7 +39,14 @@ def test_six_events_by_hand() -> None:
         ]
     )
     assert [(event.start_s, event.end_s) for event in timeline.events] == [(0, 4), (0, 1), (4, 6), (1, 4), (4, 5.5), (5.5, 6)]
-    assert [(event.whole_bytes, event.buffer_bytes) for event in timeline.events] == [(100, 0), (100, 0), (100, 50), (100, 50), (0, 50), (0, 0)]
+    assert [(event.whole_bytes, event.buffer_bytes) for event in timeline.events] == [
+        (100, 0),
+        (100, 0),
+        (100, 50),
+        (100, 50),
+        (0, 50),
+        (0, 0),
+    ]
     assert list(timeline.in_flight()) == [("a",), ("a",), ("a", "b"), ("b",), ("b",), ()]
     assert (timeline.seconds, timeline.compute_s, timeline.stolen_s, timeline.communication_s) == (6, 2.5, 0, 6)
     assert (timeline.exposed_s, timeline.peak_bytes) == (3.5, 150)
@@ -118,14 +126,14 @@ def test_the_step_is_computing_and_what_is_stolen_and_what_is_exposed(tasks: lis
     assert timeline.seconds == pytest.approx(timeline.compute_s + timeline.stolen_s + timeline.exposed_s, abs=_ROUNDING_S)
     assert timeline.exposed_s == pytest.approx(sum(event.seconds for event in timeline.events if event.task.kind is Kind.WAIT))
     line = [event for event in timeline.events if event.task.kind is not Kind.LAUNCH]
-    assert all(first.end_s == second.start_s for first, second in zip(line, line[1:], strict=False))
+    assert all(first.end_s == second.start_s for first, second in itertools.pairwise(line))
 
 
 @given(_programs())
 def test_a_queue_transfers_one_at_a_time_in_the_order_of_launches(tasks: list[Task]) -> None:
     for queue in _QUEUES:
         events = [event for event in simulate(tasks).events if event.task.kind is Kind.LAUNCH and event.task.queue == queue]
-        assert all(first.end_s <= second.start_s for first, second in zip(events, events[1:], strict=False))
+        assert all(first.end_s <= second.start_s for first, second in itertools.pairwise(events))
 
 
 def _faster(tasks: list[Task], factor: float, steals_factor: float) -> list[Task]:

@@ -145,8 +145,8 @@ def test_a_bucket_costs_what_is_really_sent(backend: str, world: int, dtype: tor
             started = collectives.reduce_start(grads, params, group, dtype)
         collectives.reduce_wait(started, params, group)
     for sent, predicted in (
-        (gathers, wire._messages(params, group, "all_gather", None)),
-        (reductions, wire._messages(params, group, group.transport.reduce, dtype)),
+        (gathers, wire.messages(params, group, "all_gather", None)),
+        (reductions, wire.messages(params, group, group.transport.reduce, dtype)),
     ):
         found = list(predicted)
         assert [kind for kind, _ in sent.messages] == [kind for kind, _ in found]

@@ -70,7 +70,7 @@ class Plan:
             ("seconds per optimizer step", f"{self.seconds:.4g}"),
             ("  computing", f"{self.compute_s:.4g}"),
             ("  waiting for communication", f"{self.exposed_s:.4g} of {self.communication_s:.4g}"),
-            ("  driving communication", f"{self.stolen_s:.4g}"),
+            ("  driving communication", f"{max(self.stolen_s, 0.0):.4g}"),
             ("tokens per second, all ranks", f"{self.tokens_per_s:,.0f}"),
             ("model flops utilization", f"{self.mfu:.1%}"),
             ("peak of a rank, GB", f"{self.total_peak_bytes / 1e9:.2f}"),

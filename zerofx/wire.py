@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -69,12 +69,12 @@ def _exchange_s(total_bytes: float, world_size: int, hardware: Hardware) -> floa
 
 def gather_s(params: Sequence[Param], group: Group, hardware: Hardware) -> float:
     """Return the seconds from the start of a bucket's gather, on idle links, until all of it has arrived."""
-    return _bucket_s(_messages(params, group, "all_gather", None), group, hardware)
+    return _bucket_s(messages(params, group, "all_gather", None), group, hardware)
 
 
 def reduce_s(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> float:
     """Return the seconds of a bucket's reduction on idle links; ``dtype`` is what travels (None: the compute dtype)."""
-    return _bucket_s(_messages(params, group, group.transport.reduce, dtype), group, hardware)
+    return _bucket_s(messages(params, group, group.transport.reduce, dtype), group, hardware)
 
 
 def gather_compute_s(params: Sequence[Param], group: Group, hardware: Hardware) -> float:
@@ -88,7 +88,7 @@ def gather_compute_s(params: Sequence[Param], group: Group, hardware: Hardware) 
         copied += 2 * shards * (len(chunk) > 1)
         if members[0].dim is not None and not arrives_whole(chunk, params, group):
             copied += 2 * sum(param.whole_bytes for param in members)
-    return copied / hardware.memory_bytes_per_s + _driving_s(_messages(params, group, "all_gather", None), group, hardware)
+    return copied / hardware.memory_bytes_per_s + driving_s(messages(params, group, "all_gather", None), group, hardware)
 
 
 def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> float:
@@ -100,14 +100,14 @@ def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, 
             copied += 2 * whole
         arriving = whole if group.transport.reduce == "all_to_all" or params[chunk[0]].dim is None else whole // group.size
         copied += arriving + sum(params[position].shard_numel * params[position].dtype.itemsize for position in chunk)
-    return copied / hardware.memory_bytes_per_s + _driving_s(_messages(params, group, group.transport.reduce, dtype), group, hardware)
+    return copied / hardware.memory_bytes_per_s + driving_s(messages(params, group, group.transport.reduce, dtype), group, hardware)
 
 
 def _travelling_bytes(param: Param, dtype: torch.dtype | None) -> int:
     return param.whole_bytes // param.compute_dtype.itemsize * (dtype or param.compute_dtype).itemsize
 
 
-def _messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
+def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
     """Yield the collectives that carry a bucket: (kind, bytes of the whole). What is replicated is not gathered."""
     for chunk in chunks(params, group):
         size = sum(_travelling_bytes(params[position], dtype) for position in chunk)
@@ -118,7 +118,7 @@ def _messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dty
             yield "all_reduce", size
 
 
-def _bucket_s(messages: Iterator[tuple[str, float]], group: Group, hardware: Hardware) -> float:
+def _bucket_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Hardware) -> float:
     if not group.transport.is_concurrent:
         return sum(collective_s(kind, size, group.size, hardware) for kind, size in messages)
     together: dict[str, float] = {}
@@ -127,7 +127,7 @@ def _bucket_s(messages: Iterator[tuple[str, float]], group: Group, hardware: Har
     return sum(collective_s(kind, size, group.size, hardware) for kind, size in together.items())
 
 
-def _driving_s(messages: Iterator[tuple[str, float]], group: Group, hardware: Hardware) -> float:
+def driving_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Hardware) -> float:
     """Return the processor seconds that a rank's own sending takes."""
     sent = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in messages) * (group.size - 1) / group.size
     return sent * max(link.cpu_s_per_byte for link in (hardware.intra_node, hardware.inter_node))
