@@ -1,7 +1,11 @@
 """A step planned without ranks is the step that ranks compile."""
 
 import copy
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ import zerofx
 from tests.programs import Repeated, TiedStack, compilation
 from tests.ranks import Pool
 from zerofx import planner
+from zerofx.__main__ import main
 from zerofx.config import Config
+from zerofx.hardware import hardware as hardware_named
 from zerofx.program import digest
 
 
@@ -80,3 +86,65 @@ def test_a_branch_on_data_is_told_with_its_line() -> None:
         planner.trace(Branching(), (torch.zeros(2, 8),), None, Config(backend="aot_eager"), 4, "gloo")
     assert "y.sum().item() > 0" in raised.value.where
     assert __file__ in raised.value.where
+
+
+def _planned(**options: Any) -> Any:
+    options = {"world_size": 8, "hardware": "h100", "backend": "aot_eager", **options}
+    return zerofx.plan(TiedStack(3), (_tokens(),), **options)
+
+
+def test_a_plan_adds_up() -> None:
+    found = _planned(stage=3)
+    assert found.seconds == pytest.approx(found.compute_s + found.exposed_s + found.stolen_s)
+    assert found.seconds >= max(found.compute_s, found.communication_s)
+    assert found.traffic_bytes == found.schedule.traffic_bytes
+    shards = sum(-(-parameter.shape[0] // 8) * 8 * parameter[0].numel() for parameter in TiedStack(3).parameters()) // 8 * 4
+    assert found.states_bytes["shards"] == shards
+    assert found.states_bytes["optimizer states"] == 2 * shards
+    assert found.total_peak_bytes == max(found.alive_bytes)
+    assert "seconds per optimizer step" in str(found)
+
+
+def test_micro_batches_repeat_what_each_stage_repeats() -> None:
+    for stage, gathers, reductions in ((1, 1, 1), (2, 1, 4), (3, 4, 4)):
+        names = [event.task.name for event in _planned(stage=stage, micro_batches=4).timeline.events if event.task.kind == "launch"]
+        once = [event.task.name for event in _planned(stage=stage).timeline.events if event.task.kind == "launch"]
+        for word, times in (("gather", gathers), ("refresh", 1), ("all_to_all", reductions), ("reduce_scatter", reductions)):
+            assert sum(word in name for name in names) == times * sum(word in name for name in once), (stage, word)
+
+
+def test_faster_links_expose_no_more() -> None:
+    fast = hardware_named("h100")
+    slow = dataclasses.replace(fast, inter_node=dataclasses.replace(fast.inter_node, rates=((2**20, 1e9),)))
+    assert _planned(world_size=16, hardware=slow).seconds > _planned(world_size=16).seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"hardware": "tpu"}, "a100, h100, h200"), ({"optimizer": "sdg"}, "adamw"), ({"stage": 5}, "0, 1, 2 or 3")]
+)
+def test_unknown_names_list_the_known(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(zerofx.ConfigError, match=told):
+        _planned(**options)
+
+
+def test_pictures_show_every_row(tmp_path: Path) -> None:
+    found = _planned(world_size=64)
+    found.to_svg(tmp_path / "step.svg")
+    found.to_perfetto(tmp_path / "step.json")
+    root = ElementTree.parse(tmp_path / "step.svg").getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"compute", "wait", "gather", "reduce"} <= set(texts)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    assert max(event["args"]["bytes"] for event in events if event["ph"] == "C") == found.total_peak_bytes
+
+
+def test_the_command_line_plans_a_gpt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    sizes = ["--params", "7e6", "--positions", "32"]
+    assert main(["plan", "gpt", *sizes, "--world-size", "1024", "--hardware", "a100", "--json", str(path)]) == 0
+    assert "1024 ranks of a100" in capsys.readouterr().out
+    assert json.loads(path.read_text())["world_size"] == 1024
+    assert main(["plan", "gpt", *sizes, "--world-size", "8", "--hardware", "tpu"]) == 1
+    assert "the names are a100" in capsys.readouterr().err
+    assert main(["plan", "gpt", "--world-size", "8"]) == 2

@@ -71,3 +71,10 @@ def test_the_estimate_of_the_readme_is_printed_by_the_library() -> None:
     claim = re.search(r"`zerofx.estimate\(P, N\).by_stage\[2\].total_bytes` is `(.*?)`", README)
     assert claim is not None
     assert str(zerofx.estimate(params, ranks).by_stage[2].total_bytes) == claim[1]
+
+
+def test_the_plan_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(_block("zerofx.plan("), {"__name__": "readme"})
+    assert "stage 3, 64 ranks of h100" in capsys.readouterr().out
+    assert (tmp_path / "step.svg").read_text().startswith("<svg")
