@@ -10,11 +10,10 @@ import pytest
 
 from tests.exhaustive import Exhaustive, random_problem, with_deadlines
 from zerofx.errors import MemoryLimitError, VerifyError
-from zerofx.placement import Gather, Launch, Placement, Problem, Reduction, Why, solve, tasks
-from zerofx.placement.problem import Line
+from zerofx.placement import Gather, Launch, Line, Placement, Problem, Reduction, Why, solve, tasks, tightest
 from zerofx.placement.replay import latest, replay
-from zerofx.placement.room import Room, pack, smallest_limit_bytes
-from zerofx.placement.solve import plain
+from zerofx.placement.room import Room, pack
+from zerofx.placement.solver import plain
 from zerofx.simulate import simulate
 
 _SPARE_BYTES = (0, 0, 1, 2, 4, 8, 30)
@@ -28,7 +27,7 @@ def _problems(count: int) -> list[Problem]:
         problem = random_problem(seed)
         if seed % 4 == 3:
             problem = with_deadlines(problem, seed)
-        found.append(replace(problem, limit_bytes=smallest_limit_bytes(Line(problem)) + _SPARE_BYTES[seed % len(_SPARE_BYTES)]))
+        found.append(replace(problem, limit_bytes=tightest(Line(problem)).limit_bytes + _SPARE_BYTES[seed % len(_SPARE_BYTES)]))
     return found
 
 
@@ -112,7 +111,9 @@ def test_never_worse_than_plain_rules(problems: list[Problem]) -> None:
 
 def test_the_smallest_limit_is_the_smallest() -> None:
     for problem in _problems(60):
-        smallest = smallest_limit_bytes(Line(problem))
+        least = tightest(Line(problem))
+        smallest = least.limit_bytes
+        assert least.whole_bytes + least.buffer_bytes == smallest
         assert Exhaustive(problem, smallest).run() < math.inf
         assert Exhaustive(problem, smallest - 1).run() == math.inf
         with pytest.raises(MemoryLimitError, match=f"the smallest that works is {smallest} bytes") as caught:
@@ -160,13 +161,20 @@ def test_a_launch_is_no_earlier_than_what_hides_it() -> None:
     assert slots == {0.0: 6, 0.25: 5, 1.0: 4}  # 2 slots hide it, 3 half as much again, 4 twice as much
 
 
+def test_more_memory_is_never_slower() -> None:
+    exposed_s = [solve(_layers(24, 1.1, limit)).timeline.exposed_s for limit in (2.5, 3, 4, 6, 10, 20, 40, None)]
+    assert all(more <= less + _PS_ROUNDING_S for less, more in pairwise(exposed_s)), exposed_s
+    assert exposed_s[-1] < exposed_s[0]
+
+
 def test_what_is_first_stays_exposed_and_what_is_last_too() -> None:
     found = solve(_layers(12, 0.3, None))
     assert found.timeline.exposed_s == pytest.approx(0.3 + 0.3)
     assert found.launches[0].why is Why.FIRST
 
 
-def test_launching_later_changes_no_end() -> None:
+@pytest.mark.parametrize("margin", [0.0, 0.25, 2.0])
+def test_launching_as_late_as_longer_transfers_allow_changes_no_end(margin: float) -> None:
     for problem in _problems(100):
         line = Line(problem)
         assert problem.limit_bytes is not None
@@ -174,7 +182,8 @@ def test_launching_later_changes_no_end() -> None:
         assert packed is not None
         for launches in plain(line, Room(line, problem.limit_bytes, packed), packed):
             waits = replay(line, problem.limit_bytes, launches, 0.0).waits
-            later = [replace(launch, slot=slot) for launch, slot in zip(launches, latest(line, launches, waits), strict=True)]
+            slots = latest(line.stretched(margin), launches, waits)
+            later = [replace(launch, slot=slot) for launch, slot in zip(launches, slots, strict=True)]
             assert all(new.slot >= old.slot for new, old in zip(later, launches, strict=True))
             assert _exposed_s(problem, later, waits) == pytest.approx(_exposed_s(problem, launches, waits), abs=_PS_ROUNDING_S)
 

@@ -45,12 +45,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A line of slots, each followed by ``compute_s`` of its own, and the collectives of one group, that share one queue.
+    """A line of slots, each followed by ``compute_s`` of its own, and the collectives of one group, which share one queue.
 
-    A slot is a place where communication may stand; events that stand at one place in an order of their own are slots with no
-    computing between. At a slot reductions are waited for and gathers released first, then launches follow in an order that is
-    free, then the gathers used here are waited for. What a reduction is launched at is not where it is waited for.
-    ``standing_bytes`` are there at a slot whatever is decided. Gathers launch in their order, and so do reductions.
+    A slot is a place where communication may stand; what happens at one place in a fixed order is slots with no computing between.
+    At a slot reductions launched before are waited for and gathers released, then launches follow in an order that is free, then
+    the gathers used here are waited for. ``standing_bytes`` are alive at a slot whatever is decided. Gathers launch in the given
+    order, and so do reductions; ``limit_bytes`` bounds all that is alive.
     """
 
     compute_s: tuple[float, ...]

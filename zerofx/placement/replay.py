@@ -36,37 +36,31 @@ def replay(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: flo
 
     Earlier only where the limit needs its bytes, the oldest first; behind the line where neither comes to pass.
     """
-    waits, whys, alive, whole_ends, reduce_ends = list[int](), list[Why](), list[int](), list[int](), list[int]()
+    waits, alive, whole_ends, reduce_ends = list[tuple[int, Why]](), list[int](), list[int](), list[int]()
     now = free = place = 0
-
-    def wait(slot: int, why: Why) -> int:
-        waits.append(slot)
-        whys.append(why)
-        return max(now, reduce_ends[len(waits) - 1])
-
     for slot in range(line.slots):
         while (oldest := len(waits)) < len(reduce_ends):
-            if reduce_ends[oldest] + round(margin * line.reduce_ps[oldest]) <= now:
-                now = wait(slot, Why.ENDED)
-            elif line.wait_by[oldest] <= slot:
-                now = wait(slot, Why.BY)
-            else:
+            ended = reduce_ends[oldest] + round(margin * line.reduce_ps[oldest]) <= now
+            if not ended and line.wait_by[oldest] > slot:
                 break
+            now = max(now, reduce_ends[oldest])
+            waits.append((slot, Why.ENDED if ended else Why.BY))
         first = place
         while place < len(launches) and launches[place].slot == slot:
             place += 1
         gathers = len(whole_ends) + sum(launch.kind == "gather" for launch in launches[first:place])
         taken = line.whole_bytes(slot, gathers) + line.reduced[place - gathers]
-        while len(waits) < len(reduce_ends) and taken - line.reduced[len(waits)] > limit_bytes:
-            now = wait(slot, Why.MEMORY)
+        while (oldest := len(waits)) < len(reduce_ends) and taken - line.reduced[oldest] > limit_bytes:
+            now = max(now, reduce_ends[oldest])
+            waits.append((slot, Why.MEMORY))
         alive.append(taken - line.reduced[len(waits)])
         for launch in launches[first:place]:
             free = max(now, free) + line.seconds_ps(launch)
             (whole_ends if launch.kind == "gather" else reduce_ends).append(free)
         now = max([now, *(whole_ends[number] for number in line.used[slot])]) + line.compute_ps[slot]
-    while len(waits) < len(reduce_ends):
-        now = wait(line.slots, Why.END)
-    return Replay(tuple(waits), tuple(whys), tuple(alive), now)
+    end = max([now, *reduce_ends[len(waits) :]])
+    waits += [(line.slots, Why.END)] * (len(reduce_ends) - len(waits))
+    return Replay(tuple(slot for slot, _ in waits), tuple(why for _, why in waits), tuple(alive), end)
 
 
 def latest(line: Line, launches: Sequence[Launch], waits: Sequence[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zerofx.placement.problem import Line
 
@@ -28,9 +29,25 @@ def pack(line: Line, limit_bytes: int) -> list[int] | None:
     return found
 
 
-def smallest_limit_bytes(line: Line) -> int:
-    """Return the least limit that some placement keeps."""
-    return bisect.bisect_left(range(line.all_bytes), True, key=lambda limit: pack(line, limit) is not None)
+@dataclass(frozen=True, slots=True)
+class Tightest:
+    """The least limit that some placement keeps, a slot that needs it, and what is alive there."""
+
+    limit_bytes: int
+    slot: int
+    whole_bytes: int
+    buffer_bytes: int
+
+
+def tightest(line: Line) -> Tightest:
+    """Find the least limit by bisection; ``whole_bytes`` include what stands at the slot."""
+    limit_bytes = bisect.bisect_left(range(line.all_bytes), True, key=lambda limit: pack(line, limit) is not None)
+    buffers = [0] * line.slots
+    for slot, reduction in zip(pack(line, limit_bytes) or (), line.problem.reductions, strict=True):
+        buffers[slot] += reduction.size_bytes
+    whole = [line.whole_bytes(slot, line.due[slot]) for slot in range(line.slots)]
+    slot = max(range(line.slots), key=lambda slot: whole[slot] + buffers[slot])
+    return Tightest(limit_bytes, slot, whole[slot], buffers[slot])
 
 
 class Room:
@@ -41,7 +58,7 @@ class Room:
         self._due = [bisect.bisect_left(packed, slot) for slot in range(line.slots + 1)]
         self._rigid = all(slot == latest for slot, (_, latest) in zip(packed, line.reduce_windows, strict=True))
         self._known: dict[tuple[int, int, int], bool] = {}
-        self._most = self.ahead(0.0)
+        self.most = self.ahead(0.0)
 
     def ahead(self, share: float) -> list[int]:
         """Return how many gathers may be launched by each slot, so that all that comes later fits with each reduction at its earliest.
@@ -73,7 +90,7 @@ class Room:
         return self._known[key]
 
     def _packs(self, slot: int, gathers: int, reductions: int) -> bool:
-        return gathers <= self._most[slot] and reductions >= self._due[slot]
+        return gathers <= self.most[slot] and reductions >= self._due[slot]
 
     def _walk(self, slot: int, gathers: int, reductions: int) -> bool:
         line, windows = self._line, self._line.reduce_windows

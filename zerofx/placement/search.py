@@ -106,11 +106,12 @@ class Search:
             # a wait for what has not ended is worth it only where the launches need its bytes
             below = line.problem.reductions[first + waited - 1].size_bytes if waited > ended else room + 1
             choices = list(self._choices(opened, slot, after, room, below))
-            if found and not choices:
-                break  # more room brings no more launches
-            found = found or bool(choices)
             for choice in choices:
-                yield self._close(choice, slot, after, state)
+                if choice is not None:
+                    found = True
+                    yield self._close(choice, slot, after, state)
+            if found and None not in choices:
+                break  # all fits: more room brings no more launches
 
     def _after(self, state: _State, slot: int) -> int:
         """Return when the line comes to the next slot: it waits for what is used here, and computes."""
@@ -118,20 +119,25 @@ class Search:
         used = [state.whole_ends[number - first] for number in self._line.used[slot] if number >= first]
         return max([state.now, *used]) + self._line.compute_ps[slot]
 
-    def _choices(self, state: _State, slot: int, after: int, room: int, below: int) -> Iterator[_State]:
-        """Yield each sequence of further launches at a slot that fits the room and leaves less than ``below`` of it."""
+    def _choices(self, state: _State, slot: int, after: int, room: int, below: int) -> Iterator[_State | None]:
+        """Yield each sequence of further launches at a slot that leaves less than ``below`` of the room, and None for what did not fit."""
         line, gathers, reductions = self._line, state.gathers, state.reductions
         finishes = self._room.finishes(slot + 1, gathers, reductions)
         if finishes and room < below:
             yield state
         ready = reductions < len(line.reduce_ps) and line.reduce_windows[reductions][0] <= slot
-        if ready and (size := line.problem.reductions[reductions].size_bytes) <= room:
-            yield from self._choices(self._launch(state, "reduce", slot), slot, after, room - size, below)
+        if ready:
+            yield from self._launched(state, "reduce", slot, after, room - line.problem.reductions[reductions].size_bytes, below)
         # a gather that starts no sooner here than from the next slot goes here only to be ahead of a reduction
         soon = max(state.now, state.free) < after or (ready and not finishes)
-        ready = gathers < len(line.gather_ps) and line.gather_windows[gathers][0] <= slot
-        if soon and ready and (size := line.problem.gathers[gathers].size_bytes) <= room:
-            yield from self._choices(self._launch(state, "gather", slot), slot, after, room - size, below)
+        if soon and gathers < len(line.gather_ps) and line.gather_windows[gathers][0] <= slot:
+            yield from self._launched(state, "gather", slot, after, room - line.problem.gathers[gathers].size_bytes, below)
+
+    def _launched(self, state: _State, kind: Collective, slot: int, after: int, room: int, below: int) -> Iterator[_State | None]:
+        if room < 0:
+            yield None
+        else:
+            yield from self._choices(self._launch(state, kind, slot), slot, after, room, below)
 
     def _launch(self, state: _State, kind: Collective, slot: int) -> _State:
         start, trail = max(state.now, state.free), _Trail(state.trail, kind, slot)

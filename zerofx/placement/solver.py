@@ -9,7 +9,7 @@ from typing import Literal
 from zerofx.errors import MemoryLimitError
 from zerofx.placement.problem import Collective, Launch, Line, Problem, tasks
 from zerofx.placement.replay import Replay, Why, latest, replay
-from zerofx.placement.room import Room, pack, smallest_limit_bytes
+from zerofx.placement.room import Room, Tightest, pack, tightest
 from zerofx.placement.search import Search
 from zerofx.simulate import Timeline, simulate
 
@@ -58,13 +58,13 @@ def solve(problem: Problem, *, width: int = 8, margin: float = 0.25) -> Placemen
     limit_bytes = line.all_bytes if problem.limit_bytes is None else problem.limit_bytes
     packed = pack(line, limit_bytes)
     if packed is None:
-        raise _limit_error(line, limit_bytes)
+        raise _limit_error(limit_bytes, tightest(line))
     room = Room(line, limit_bytes, packed)
     found = [Search(line, room, width, margin).launches(), *plain(line, room, packed)]
     best = min(found, key=lambda launches: replay(line, limit_bytes, launches, margin).end_ps)
     waits = replay(line, limit_bytes, best, margin).waits
-    # late enough for transfers as long as stated, and for longer ones
-    slots = map(min, latest(line, best, waits), latest(line.stretched(margin), best, waits))
+    # a launch in time for longer transfers is in time for these: each path that its delay could lengthen holds no less of them
+    slots = latest(line.stretched(margin), best, waits)
     launches = [replace(launch, slot=slot) for launch, slot in zip(best, slots, strict=True)]
     final = replay(line, limit_bytes, launches, margin)
     timeline = simulate(tasks(problem, launches, final.waits))
@@ -76,8 +76,8 @@ def plain(line: Line, room: Room, packed: Sequence[int]) -> list[list[Launch]]:
 
     All three launch reductions as soon as they fit.
     """
-    most, uses = room.ahead(0.0), [last for _, last in line.gather_windows]
-    return [_from(line, most, packed, starts) for starts in (uses, [0, *uses[:-1]], [0] * len(uses))]
+    uses = [last for _, last in line.gather_windows]
+    return [_from(line, room.most, packed, starts) for starts in (uses, [0, *uses[:-1]], [0] * len(uses))]
 
 
 def _from(line: Line, most: Sequence[int], packed: Sequence[int], starts: Sequence[int]) -> list[Launch]:
@@ -114,14 +114,12 @@ def _waited(final: Replay) -> list[Choice]:
     ]
 
 
-def _limit_error(line: Line, limit_bytes: int) -> MemoryLimitError:
-    smallest = smallest_limit_bytes(line)
-    worst = max(range(line.slots), key=lambda slot: line.whole_bytes(slot, line.due[slot]))
+def _limit_error(limit_bytes: int, least: Tightest) -> MemoryLimitError:
     error = MemoryLimitError(
-        f"a limit of {limit_bytes} bytes cannot be met: the smallest that works is {smallest} bytes",
-        where=f"event {worst}",
-        why=f"{line.whole_bytes(worst, line.due[worst])} bytes are whole there, and each reduction needs its buffers at some event",
-        remedy=f"allow {smallest} bytes or more, or shard more",
+        f"a limit of {limit_bytes} bytes cannot be met: the smallest that works is {least.limit_bytes} bytes",
+        where=f"event {least.slot}",
+        why=f"{least.whole_bytes} bytes of whole parameters and {least.buffer_bytes} bytes of reductions are needed at once",
+        remedy=f"allow {least.limit_bytes} bytes or more, or shard more",
     )
-    error.smallest_bytes = smallest
+    error.smallest_bytes = least.limit_bytes
     return error
