@@ -1,7 +1,7 @@
 """The simulator against an example by hand, and what holds for every program."""
 
-import itertools
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -39,7 +39,8 @@ def test_six_events_by_hand() -> None:
         ]
     )
     assert [(event.start_s, event.end_s) for event in timeline.events] == [(0, 4), (0, 1), (4, 6), (1, 4), (4, 5.5), (5.5, 6)]
-    assert [(event.whole_bytes, event.buffer_bytes) for event in timeline.events] == [
+    alive = [(event.whole_bytes, event.buffer_bytes) for event in timeline.events]
+    assert alive == [
         (100, 0),
         (100, 0),
         (100, 50),
@@ -67,7 +68,7 @@ def test_a_transfer_steals_nothing_while_the_line_waits() -> None:
 def test_two_queues_run_at_once_and_steal_together() -> None:
     launches = [_launch("a", 4.0, "shard", steals_s=1.0), _launch("b", 4.0, "replicate", steals_s=2.0)]
     timeline = simulate([*launches, _compute(1.5), _wait("a"), _wait("b")])
-    assert timeline.events[2].end_s == 6 - 0.5 * 4 + 1.5 - 1  # a quarter of the speed until 4, then the rest of the work
+    assert timeline.events[2].end_s == 4.5  # a quarter of the speed until 4, then half a second of work is left
     assert timeline.seconds == 4.5
 
 
@@ -126,14 +127,14 @@ def test_the_step_is_computing_and_what_is_stolen_and_what_is_exposed(tasks: lis
     assert timeline.seconds == pytest.approx(timeline.compute_s + timeline.stolen_s + timeline.exposed_s, abs=_ROUNDING_S)
     assert timeline.exposed_s == pytest.approx(sum(event.seconds for event in timeline.events if event.task.kind is Kind.WAIT))
     line = [event for event in timeline.events if event.task.kind is not Kind.LAUNCH]
-    assert all(first.end_s == second.start_s for first, second in itertools.pairwise(line))
+    assert all(first.end_s == second.start_s for first, second in pairwise(line))
 
 
 @given(_programs())
 def test_a_queue_transfers_one_at_a_time_in_the_order_of_launches(tasks: list[Task]) -> None:
     for queue in _QUEUES:
         events = [event for event in simulate(tasks).events if event.task.kind is Kind.LAUNCH and event.task.queue == queue]
-        assert all(first.end_s <= second.start_s for first, second in itertools.pairwise(events))
+        assert all(first.end_s <= second.start_s for first, second in pairwise(events))
 
 
 def _faster(tasks: list[Task], factor: float, steals_factor: float) -> list[Task]:

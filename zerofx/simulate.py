@@ -96,6 +96,8 @@ def simulate(tasks: Iterable[Task]) -> Timeline:
     beside it goes slower by that share, beside several by the sum of theirs, down to a standstill; while a wait blocks,
     nothing is lost. Linear in the number of tasks.
 
+    A faster wire is never slower, except that where several queues steal it may hold up a launch for another of them.
+
     Raises VerifyError where launches and waits do not pair.
     """
     events, queues, ends = list[Event](), dict[str, _Queue](), dict[str, float]()
