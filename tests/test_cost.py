@@ -154,6 +154,12 @@ def test_rows_go_on_and_columns_end_a_chain() -> None:
     assert shapes(everything) == [["mul", "sum"], ["add"]]
 
 
+def test_a_sum_over_columns_reads_again_what_others_read_too() -> None:
+    assert only(traced(lambda x: torch.tanh(x).sum(0), torch.randn(8, 16))).moved_bytes == (8 * 16 + 16) * 4
+    both = kernels(traced(lambda x: (y := torch.tanh(x), y.sum(0)), torch.randn(8, 16)))
+    assert [kernel.moved_bytes for kernel in both] == [2 * 8 * 16 * 4, (8 * 16 + 16) * 4]
+
+
 def test_views_and_constants_are_free() -> None:
     nodes = traced(lambda x: x.view(16, 8).t().unsqueeze(0)[0], torch.randn(8, 16))
     assert kernels(nodes) == []

@@ -53,7 +53,8 @@ def kernels(nodes: Sequence[Node]) -> list[Kernel]:
     """Return the kernels of consecutive nodes, in the order of their last nodes; nodes that compute nothing are in none.
 
     A kernel is one op that Inductor does not write itself, such as a matrix product, or a chain that it fuses. Two nodes are in
-    one chain where one reads the other, each row as it comes. A value is computed as late as all that read it allow.
+    one chain where one reads the other row by row. A value is computed as late as all that read it allow; a sum over columns
+    is in a chain with what nothing else reads.
     """
     return _Region(nodes).kernels()
 
@@ -78,10 +79,7 @@ class _Region:
                 self._level[node] = max(self._level[node], min(self._level[user] for user in node.users))
         for node in self._level:
             if node not in self._alone and node not in self._free:
-                for source in node.all_input_nodes:
-                    base = self._base.get(source, source)
-                    if self._computes(base) and base not in self._whole and self._level[base] == self._level[node]:
-                        self._above[self._root(base)] = self._root(node)
+                self._join(node)
 
     def _enter(self, node: Node, fused: dict[Any, bool]) -> None:
         sources = node.all_input_nodes
@@ -103,6 +101,15 @@ class _Region:
             self._inlined.add(node)
         elif not keeps_rows(node):
             self._whole.add(node)
+
+    def _join(self, node: Node) -> None:
+        for source in node.all_input_nodes:
+            base = self._base.get(source, source)
+            if not self._computes(base) or base in self._whole or self._level[base] != self._level[node]:
+                continue
+            # a sum over columns is a loop of its own, that reads again what others read too
+            if node not in self._whole or len(base.users) == len(source.users) == 1:
+                self._above[self._root(base)] = self._root(node)
 
     def _computes(self, node: Node) -> bool:
         return node in self._level and node not in self._free
