@@ -122,9 +122,14 @@ def mark_static(tensors: Iterable[torch.Tensor]) -> None:
 
 def is_whole_frame(gm: torch.fx.GraphModule, function: Any) -> bool:
     """Whether a graph that Dynamo hands to a backend holds all of a function: no graph break, and no frame inside of it."""
+    from torch._dynamo import external_utils
+
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    code = TracingContext.get_traced_code()
-    return reason is not None and not reason.graph_break and bool(code) and code[0] is getattr(function, "__code__", None)  # type: ignore[index]
+    outermost = next(iter(TracingContext.get_traced_code() or []), None)
+    if reason is None or reason.graph_break or outermost is None:
+        return False
+    # torch.compile wraps a function of torch itself, such as the forward of Sequential; inner frames it does not wrap.
+    return outermost is getattr(function, "__code__", None) or outermost.co_filename == external_utils.__file__
 
 
 def check_cxx_compiler() -> str | None:
