@@ -36,7 +36,7 @@ def packed_bytes(params: Sequence[Param], group: Group) -> int:
 def moved_bytes(kind: str, params: Sequence[Param], config: Config) -> int:
     """Bytes of the whole tensors that a bucket moves: in the compute dtype, or in that of reductions."""
     narrow = config.reduce_dtype if kind.startswith("reduce") else None
-    return sum(param.whole_bytes // param.compute_dtype.itemsize * (narrow or param.compute_dtype).itemsize for param in params)
+    return sum(param.bytes_in(narrow) for param in params)
 
 
 def reduce_bytes(params: Sequence[Param], group: Group, config: Config) -> int:

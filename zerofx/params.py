@@ -63,7 +63,11 @@ class Param:
     @property
     def whole_bytes(self) -> int:
         """Bytes of the whole compute copy, padding included."""
-        return math.prod(self.padded_shape) * self.compute_dtype.itemsize
+        return self.bytes_in(None)
+
+    def bytes_in(self, dtype: torch.dtype | None) -> int:
+        """Return the bytes of the whole, padding included, in the dtype that travels; None is the compute dtype."""
+        return math.prod(self.padded_shape) * (dtype or self.compute_dtype).itemsize
 
     @property
     def is_padded(self) -> bool:

@@ -20,8 +20,9 @@ _ASPECT = 128  # width over depth, as in GPT-3 (Brown et al., 2020, table 2.1)
 class Block(nn.Module):
     """A pre-norm transformer block of 12 width^2 parameters, and biases and norms."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -32,7 +33,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (rows, positions, width) to the same shape."""
         rows, positions, width = x.shape
-        heads = self.qkv(self.attention_norm(x)).view(rows, positions, 3, width // _HEAD, _HEAD)
+        heads = self.qkv(self.attention_norm(x)).view(rows, positions, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(rows, positions, width))
@@ -47,7 +48,7 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(positions, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, width // _HEAD) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.token.weight

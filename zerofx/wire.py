@@ -95,7 +95,7 @@ def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, 
     """Return the processor seconds around a bucket's reduction: packing, adding what arrives, averaging, and driving the transfer."""
     copied = 0
     for chunk in chunks(params, group):
-        whole = sum(_travelling_bytes(params[position], dtype) for position in chunk)
+        whole = sum(params[position].bytes_in(dtype) for position in chunk)
         if len(chunk) > 1 or (params[chunk[0]].dim is not None and not arrives_whole(chunk, params, group)):
             copied += 2 * whole
         arriving = whole if group.transport.reduce == "all_to_all" or params[chunk[0]].dim is None else whole // group.size
@@ -103,14 +103,10 @@ def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, 
     return copied / hardware.memory_bytes_per_s + driving_s(messages(params, group, group.transport.reduce, dtype), group, hardware)
 
 
-def _travelling_bytes(param: Param, dtype: torch.dtype | None) -> int:
-    return param.whole_bytes // param.compute_dtype.itemsize * (dtype or param.compute_dtype).itemsize
-
-
 def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
     """Yield the collectives that carry a bucket: (kind, bytes of the whole). What is replicated is not gathered."""
     for chunk in chunks(params, group):
-        size = sum(_travelling_bytes(params[position], dtype) for position in chunk)
+        size = sum(params[position].bytes_in(dtype) for position in chunk)
         if params[chunk[0]].dim is not None:
             count = pieces(chunk, params, group)
             yield from ((kind, size / count) for _ in range(count))

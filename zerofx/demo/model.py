@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerofx.errors import ZerofxError
+from zerofx.shapes import Block
 
 VOCABULARY = 256
 CONTEXT_BYTES = 128
@@ -21,29 +22,6 @@ BLOCKS = 6
 SEED = 20
 
 
-class Block(nn.Module):
-    """One transformer block: attention, then a two-layer network, each after a norm and beside a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.attention_out = nn.Linear(WIDTH, WIDTH)
-        self.network_norm = nn.LayerNorm(WIDTH)
-        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (rows, positions, WIDTH) to the same shape."""
-        rows, positions, _ = x.shape
-        heads = self.qkv(self.attention_norm(x)).view(rows, positions, 3, HEADS, WIDTH // HEADS)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(rows, positions, WIDTH))
-        x = x + self.narrow(F.gelu(self.widen(self.network_norm(x))))
-        return x
-
-
 class ByteGPT(nn.Module):
     """A GPT over bytes with its embedding tied to its head."""
 
@@ -51,7 +29,7 @@ class ByteGPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Embedding(CONTEXT_BYTES, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.token.weight
