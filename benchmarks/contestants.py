@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +106,14 @@ def with_masters(model: nn.Module, setting: Setting, params: list[nn.Parameter])
     return Trainer(model, optimizer, plain.compute, update)
 
 
-def _zerofx(**options: Any) -> Build:
+def zerofx_contestant(**config: Any) -> Build:
+    """Return what builds the model that zerofx compiles with some settings."""
+
     def build(setting: Setting) -> Trainer:
         import zerofx
 
-        config = zerofx.Config(param_dtype=setting.precision, reduce_dtype=setting.precision, **options)
-        model = zerofx.compile(setting.model(), config=config)
+        settled = zerofx.Config(param_dtype=setting.precision, reduce_dtype=setting.precision, **config)
+        model = zerofx.compile(setting.model(), config=settled)
         return trainer(model, setting.make_optimizer(model.parameters()))
 
     return build
@@ -169,11 +171,12 @@ def _fsdp2(**options: Any) -> Build:
 def _deepspeed(*, reshard: bool) -> Build:
     def build(setting: Setting) -> Trainer:
         model = setting.model()
-        engine = peer_deepspeed.shard(model, setting.make_optimizer(model.parameters()), setting.precision, reshard=reshard)
+        engine, linear = peer_deepspeed.shard(model, setting.make_optimizer(model.parameters()), setting.precision, reshard=reshard)
 
         def compute(batch: Tensor) -> Tensor:
-            loss: Tensor = engine(batch)
-            engine.backward(loss)
+            with peer_deepspeed.with_linear(linear):
+                loss: Tensor = engine(batch)
+                engine.backward(loss)
             return loss.detach()
 
         return Trainer(engine, engine.optimizer, compute, engine.step)
@@ -185,12 +188,17 @@ def _deepspeed(*, reshard: bool) -> Build:
 class Contestant:
     """A way to train: how a rank builds it, and the ZeRO stage that it should have the memory and traffic of.
 
-    ``is_peer`` marks ZeRO-3 as users of other libraries get it.
+    ``is_peer`` marks ZeRO-3 as users of other libraries get it; ``config`` are the settings of one of ours.
     """
 
     stage: int
     build: Build
     is_peer: bool = False
+    config: Mapping[str, Any] | None = None
+
+
+def _ours(**config: Any) -> Contestant:
+    return Contestant(config["stage"], zerofx_contestant(**config), config=config)
 
 
 # Prefetch off: each gather is launched where it is waited for. Delayed waits off: each reduction is waited for where it is launched.
@@ -200,13 +208,13 @@ _RESHARD = HookLimits(prefetch_elements=6_500_000, max_reuse_distance_elements=0
 FLOOR = "no communication"
 
 CONTESTANTS: dict[str, Contestant] = {
-    "zerofx 3": Contestant(3, _zerofx(stage=3)),
-    "zerofx 3, deeper": Contestant(3, _zerofx(stage=3, prefetch_buckets=4, reduces_in_flight=4)),
-    "zerofx 2": Contestant(2, _zerofx(stage=2)),
-    "zerofx 1": Contestant(1, _zerofx(stage=1)),
-    "zerofx 3, not scheduled": Contestant(3, _zerofx(stage=3, **_SERIAL)),
-    "zerofx 3, hooks": Contestant(3, _zerofx(stage=3, backend="hooks")),
-    "zerofx 3, hooks, re-sharding": Contestant(3, _zerofx(stage=3, backend="hooks", hooks=_RESHARD)),
+    "zerofx 3": _ours(stage=3),
+    "zerofx 3, deeper": _ours(stage=3, prefetch_buckets=4, reduces_in_flight=4),
+    "zerofx 2": _ours(stage=2),
+    "zerofx 1": _ours(stage=1),
+    "zerofx 3, not scheduled": _ours(stage=3, **_SERIAL),
+    "zerofx 3, hooks": _ours(stage=3, backend="hooks"),
+    "zerofx 3, hooks, re-sharding": _ours(stage=3, backend="hooks", hooks=_RESHARD),
     "ddp": Contestant(0, _ddp(compiled=False)),
     "ddp, compiled": Contestant(0, _ddp(compiled=True)),
     "fsdp2": Contestant(3, _fsdp2(), is_peer=True),

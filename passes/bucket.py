@@ -8,12 +8,18 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from zerofx import memory, ops
+from zerofx import memory, ops, placement
+from zerofx.cost import attribute_s
+from zerofx.machine import Hardware
 from zerofx.params import Param, block_of
 from zerofx.program import Level, Mark, Program
+from zerofx.simulate import Timeline
+from zerofx.slots import slots_of
 
 # The taper makes the block that it cuts compile apart from its equals: that must save more than a small bucket's time.
 _WORTH = 8
+# What other buckets must save, as a share of the time, to stand in the place of those that fit any hardware.
+_GAIN = 0.01
 
 Buckets = tuple[tuple[int, ...], ...]
 
@@ -32,7 +38,7 @@ class Bucket:
 
     The first gathers and the last reductions stay small (a taper), for little compute can hide them; not so the gathers of a
     backward that starts with what was kept. Under a memory limit, buckets shrink until the program fits without prefetch, down to
-    one parameter each.
+    one parameter each. With hardware, other bounds and no taper are tried where communication is exposed, and what takes least stays.
     """
 
     takes: ClassVar[Level] = Level.REDUCED
@@ -51,8 +57,10 @@ class Bucket:
         while True:
             plan = _plan(program, *order, max_bytes)
             if limit is None or max_bytes == 0 or _peak(program, plan) <= limit:
-                return plan
+                break
             max_bytes = max_bytes // 2 if max_bytes > program.config.bucket_min_bytes // 8 else 0
+        hardware = program.config.hardware
+        return plan if not isinstance(hardware, Hardware) else _quickest(program, order, max_bytes, plan, hardware)
 
     def apply(self, program: Program, plan: BucketPlan) -> Program:
         """Replace gathers and reductions by a start, a wait and one item each, at the place of first need."""
@@ -89,10 +97,33 @@ def _insert(program: Program, kind: str, nodes: list[Node], members: tuple[int, 
         graph.erase_node(node)
 
 
-def _plan(program: Program, gathers: list[int], reduces: list[int], max_bytes: int) -> BucketPlan:
+def _quickest(program: Program, order: tuple[list[int], list[int]], max_bytes: int, plan: BucketPlan, hardware: Hardware) -> BucketPlan:
+    """Return the plan whose program is done first if all is launched early: the given one, unless another is worth the change."""
+    limit = program.config.memory_limit_bytes
+    seconds = {node.name: taken for node, taken in attribute_s(list(program.graph.nodes), hardware).items()}
+
+    def timeline(other: BucketPlan) -> Timeline | None:
+        bucketed = apply_buckets(program.copy(), other)
+        if limit is not None and memory.peak_bytes(bucketed) > limit:
+            return None
+        return placement.earliest(slots_of(bucketed, hardware, seconds).problem).timeline
+
+    found = timeline(plan)
+    if found is None or found.exposed_s <= _GAIN * found.seconds:
+        return plan
+    best, best_s = plan, (1 - _GAIN) * found.seconds
+    sizes = dict.fromkeys((max_bytes, max_bytes // 2, max_bytes // 4))
+    for other in dict.fromkeys(_plan(program, *order, size, tapered=tapered) for size in sizes for tapered in (True, False)):
+        taken = None if other == plan else timeline(other)
+        if taken is not None and taken.seconds < best_s:
+            best, best_s = other, taken.seconds
+    return best
+
+
+def _plan(program: Program, gathers: list[int], reduces: list[int], max_bytes: int, *, tapered: bool = True) -> BucketPlan:
     kept = any(node.op == "placeholder" for node, _ in program.marked("gather"))
-    first = _group(program, gathers, max_bytes, tapered=not kept)
-    last = _group(program, reduces[::-1], max_bytes, tapered=True)
+    first = _group(program, gathers, max_bytes, tapered=tapered and not kept)
+    last = _group(program, reduces[::-1], max_bytes, tapered=tapered)
     return BucketPlan(first, tuple(bucket[::-1] for bucket in last[::-1]))
 
 

@@ -11,6 +11,8 @@ import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zerofx.keeping import is_backward, worth_keeping
+from zerofx.machine import Hardware
 from zerofx.params import block_of
 from zerofx.program import Level, Program
 
@@ -37,9 +39,14 @@ class Recompute:
     gives: ClassVar[Level] = Level.RECOMPUTED
 
     def plan(self, program: Program) -> RecomputePlan:
-        """Keep the blocks that the forward ends with, as the window and half of the memory limit have room for; recompute the rest."""
+        """Keep the blocks that the forward ends with, as the window and half of the memory limit have room for; recompute the rest.
+
+        With hardware, keep more of them within the memory limit: those whose gathers would make the backward wait.
+        """
         gathers = [(node, mark.params[0]) for node, mark in program.marked("gather")]
-        keep = _last(program, gathers)
+        keep, hardware, limit = _last(program, gathers), program.config.hardware, program.config.memory_limit_bytes
+        if program.keeps and limit is not None and isinstance(hardware, Hardware):
+            keep = worth_keeping(program, keep, hardware, limit)
         derived: dict[Node, None] = {node: None for node, _ in gathers}
         for node in program.graph.nodes:
             if node not in derived and _follows_from(node, derived):
@@ -67,7 +74,7 @@ def _last(program: Program, gathers: list[tuple[Node, int]]) -> tuple[int, ...]:
     if not program.keeps:
         return ()
     places = program.positions()
-    last = {index: max((places[user] for user in node.users if not _is_backward(user)), default=-1) for node, index in gathers}
+    last = {index: max((places[user] for user in node.users if not is_backward(user)), default=-1) for node, index in gathers}
     limit = program.config.memory_limit_bytes
     most = (1 + program.config.prefetch_buckets) * _largest_bytes(program)  # one in use, the others ahead of use
     if limit is not None:
@@ -91,10 +98,6 @@ def _largest_bytes(program: Program) -> int:
         blocks[block_of(param.name)] += param.whole_bytes
     largest = max((param.whole_bytes for param in program.params), default=0)
     return max(largest, min(program.config.bucket_max_bytes, max(blocks.values(), default=0)))
-
-
-def _is_backward(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward" or "fwd_nn_module_stack" in node.meta
 
 
 def _follows_from(node: Node, derived: dict[Node, None]) -> bool:

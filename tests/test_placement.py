@@ -135,8 +135,10 @@ def test_reasons_are_true() -> None:
                 (replace(launch, slot=launch.slot - 1) if other == launch else other for other in launches), key=lambda launch: launch.slot
             )
             match choice.why:
-                case Why.FIRST:
+                case Why.FIRST | Why.READY | Why.WINDOW:
                     assert launch.slot == line.window(launch)[0]
+                    assert (choice.why is Why.READY) == (launch.kind == "reduce")
+                    assert choice.why is not Why.FIRST or launch.slot == 0
                 case Why.MEMORY:
                     assert problem.limit_bytes is not None
                     assert choice.reason == f"memory limit at event {launch.slot - 1}"

@@ -25,19 +25,25 @@ def _tokens() -> Tensor:
     return torch.arange(32).view(4, 8)
 
 
-def _compiled_on_rank(rank: int, world: int, stage: int) -> list[str]:
-    torch.manual_seed(0)
-    model = zerofx.compile(TiedStack(3), stage=stage, backend="aot_eager")
-    model(_tokens()).backward()
-    found = compilation(model)
-    return [digest(program) for program in (found.forward, found.backward) if program is not None]
+def _compiled_on_rank(rank: int, world: int, stage: int, machines: tuple[str | None, ...]) -> list[str]:
+    found = []
+    for machine in machines:
+        torch.manual_seed(0)
+        model = zerofx.compile(TiedStack(3), stage=stage, backend="aot_eager", hardware=machine)
+        model(_tokens()).backward()
+        programs = compilation(model).forward, compilation(model).backward
+        found += [digest(program) for program in programs if program is not None]
+    return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_plan_for_eight_ranks_is_what_eight_ranks_compile(ranks: Pool, stage: int) -> None:
-    planned = planner.trace(TiedStack(3), (_tokens(),), None, Config(stage=stage, backend="aot_eager"), 8, "gloo")
-    found = ranks.run(_compiled_on_rank, 8, stage)
-    assert found == [[digest(program) for program in planned.scheduled]] * 8
+@pytest.mark.parametrize(("stage", "machines"), [(1, (None,)), (2, (None,)), (3, (None, "h100"))])
+def test_a_plan_for_eight_ranks_is_what_eight_ranks_compile(ranks: Pool, stage: int, machines: tuple[str | None, ...]) -> None:
+    planned = []
+    for machine in machines:
+        config = Config(stage=stage, backend="aot_eager", hardware=None if machine is None else hardware_named(machine))
+        planned += planner.trace(TiedStack(3), (_tokens(),), None, config, 8, "gloo").scheduled
+    found = ranks.run(_compiled_on_rank, 8, stage, machines)
+    assert found == [[digest(program) for program in planned]] * 8
 
 
 def test_a_digest_tells_programs_apart_and_not_names() -> None:
@@ -113,6 +119,12 @@ def test_micro_batches_repeat_what_each_stage_repeats() -> None:
             assert sum(word in name for name in names) == times * sum(word in name for name in once), (stage, word)
 
 
+def test_traffic_counts_what_each_micro_batch_sends() -> None:
+    for stage, repeated in ((1, set()), (2, {"reduce_scatter", "all_reduce"}), (3, {"all_gather", "reduce_scatter", "all_reduce"})):
+        once, four = _planned(stage=stage).traffic_bytes, _planned(stage=stage, micro_batches=4).traffic_bytes
+        assert four == {kind: size * (4 if kind in repeated else 1) for kind, size in once.items()}
+
+
 def test_faster_links_expose_no_more() -> None:
     fast = hardware_named("h100")
     slow = dataclasses.replace(fast, inter_node=dataclasses.replace(fast.inter_node, rates=((2**20, 1e9),)))
@@ -120,11 +132,24 @@ def test_faster_links_expose_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"hardware": "tpu"}, "a100, h100, h200"), ({"optimizer": "sdg"}, "adamw"), ({"stage": 5}, "0, 1, 2 or 3")]
+    ("options", "told"),
+    [
+        ({"hardware": "tpu"}, "a100, h100, h200"),
+        ({"optimizer": "sdg"}, "adamw"),
+        ({"stage": 5}, "0, 1, 2 or 3"),
+        ({"prefetch_bucket": 2}, "did you mean 'prefetch_buckets'"),
+        ({"world_size": -8}, "at least 1"),
+        ({"world_size": 8.5}, "at least 1"),
+        ({"micro_batches": 0}, "at least 1"),
+        ({"memory_limit": "lots"}, "not a number of bytes"),
+        ({"mesh": (3, 4)}, "holds 12 ranks"),
+        ({"mesh": (2, 4)}, "has 2 dimensions"),
+    ],
 )
-def test_unknown_names_list_the_known(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(zerofx.ConfigError, match=told):
+def test_settings_that_cannot_be_say_what_can(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(zerofx.ConfigError) as raised:
         _planned(**options)
+    assert told in str(raised.value)
 
 
 def test_pictures_show_every_row(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from zerofx.groups import Group
 from zerofx.hardware import PRESETS, Link, hardware
 from zerofx.machine import Hardware
 from zerofx.params import Param, choose_dim
-from zerofx.wire import collective_s, gather_compute_s, gather_s, reduce_compute_s, reduce_s
+from zerofx.wire import collective_s, gather, reduction
 
 US, GB = 1e-6, 1e9
 # 8 ranks a node; 1 us and 100 GB/s within, 10 us and 50 GB/s between nodes.
@@ -159,31 +159,33 @@ def test_gloo_sends_at_once_what_nccl_sends_in_turn() -> None:
     params = [Param(i, (f"p{i}",), (512, 512), torch.float32, torch.float32, 2, 0) for i in range(3)]
     size = params[0].whole_bytes
     gloo, nccl = Group("", 2, 0, "gloo"), Group("", 2, 0, "nccl")
-    assert gather_s(params, gloo, ROUND) == collective_s("all_gather", 3 * size, 2, ROUND)
-    assert reduce_s(params, gloo, ROUND) == collective_s("all_to_all", 3 * size, 2, ROUND)
+    assert gather(params, gloo, ROUND).seconds == collective_s("all_gather", 3 * size, 2, ROUND)
+    assert reduction(params, gloo, ROUND).seconds == collective_s("all_to_all", 3 * size, 2, ROUND)
     # one buffer for all three
-    assert gather_s(params, nccl, ROUND) == collective_s("all_gather", 3 * size, 2, ROUND)
+    assert gather(params, nccl, ROUND).seconds == collective_s("all_gather", 3 * size, 2, ROUND)
     mixed = [params[0], dataclasses.replace(params[1], dtype=torch.bfloat16, compute_dtype=torch.bfloat16)]
     expected = collective_s("reduce_scatter", size, 2, ROUND) + collective_s("reduce_scatter", size / 2, 2, ROUND)
-    assert reduce_s(mixed, nccl, ROUND) == pytest.approx(expected)
+    assert reduction(mixed, nccl, ROUND).seconds == pytest.approx(expected)
 
 
 def test_what_is_replicated_is_reduced_and_not_gathered() -> None:
     params, group = [Param(0, ("p",), (), torch.float32, torch.float32, 2, None)], Group("", 2, 0, "gloo")
-    assert gather_s(params, group, ROUND) == 0.0
-    assert reduce_s(params, group, ROUND) == collective_s("all_reduce", 4, 2, ROUND)
+    assert gather(params, group, ROUND).seconds == 0.0
+    assert reduction(params, group, ROUND).seconds == collective_s("all_reduce", 4, 2, ROUND)
 
 
 def test_a_narrow_dtype_halves_what_a_reduction_sends() -> None:
     params, group = bucket(2), Group("", 2, 0, "nccl")
     free = dataclasses.replace(ROUND, intra_node=Link(0.0, ((1, GB),)))
     # 0.1 %: the replicated scalar goes by the tree
-    assert reduce_s(params, group, free, torch.bfloat16) == pytest.approx(reduce_s(params, group, free) / 2, rel=1e-3)
+    assert reduction(params, group, free, torch.bfloat16).seconds == pytest.approx(reduction(params, group, free).seconds / 2, rel=1e-3)
 
 
 def _processor_s(params: list[Param], machine: Hardware, backend: str = "gloo") -> tuple[float, float]:
     group = Group("", 2, 0, backend)
-    return gather_compute_s(params, group, machine), reduce_compute_s(params, group, machine)
+    found = (gather(params, group, machine), reduction(params, group, machine))
+    gathered, reduced = (transfer.copying_s + transfer.driving_s for transfer in found)
+    return gathered, reduced
 
 
 def test_the_processor_pays_for_copies_and_for_driving_the_transfer() -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m zerofx demo``, ``bench`` and ``estimate``."""
+"""The command line: ``python -m zerofx demo``, ``bench``, ``estimate`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -163,15 +163,18 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("kind", choices=("gpt", "hf"), help="a GPT of --params parameters, or the model of a Hugging Face --config")
     plan.add_argument("--params", type=_figure, metavar="P", help="parameters of the GPT, such as 7.5e9")
     plan.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json")
-    plan.add_argument("--world-size", type=_number(1), metavar="N", required=True, help="ranks")
+    plan.add_argument("--world-size", type=_number(1), nargs="+", metavar="N", required=True, help="ranks; of several, a table")
     plan.add_argument("--hardware", default="h100", help="a100, h100, h200 or this_machine (h100)")
-    plan.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (3)")
+    plan.add_argument("--stage", type=int, choices=range(4), nargs="+", default=[3], help="ZeRO stage; of several, a table (3)")
     plan.add_argument("--rows", type=_number(1), default=1, metavar="N", help="sequences of a rank's micro-batch (1)")
     plan.add_argument("--positions", type=_number(2), default=2048, metavar="N", help="tokens of a sequence (2048)")
     plan.add_argument("--micro-batches", type=_number(1), default=1, metavar="G", help="backwards for each optimizer step (1)")
     plan.add_argument("--optimizer", default="adamw", help="what keeps states (adamw)")
     plan.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="what computes and travels (bf16)")
-    plan.add_argument("--memory-limit", metavar="BYTES", help='bound of whole parameters and buffers in flight, such as "2GiB"')
+    plan.add_argument(
+        "--memory-limit", nargs="+", default=[None], metavar="BYTES", help='bound of whole parameters and buffers in flight, such as "2GiB"'
+    )
+    plan.add_argument("--fit", metavar="BYTES", help='search for the fastest setting whose peak fits, such as "40GB"')
     plan.add_argument("--schedule", action="store_true", help="print the schedule too")
     plan.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
     plan.add_argument("--svg", type=_new_file, metavar="FILE", help="draw the timeline")
@@ -185,26 +188,25 @@ def _plan(options: argparse.Namespace) -> int:
         print(f"zerofx plan {options.kind}: needs {'--params' if options.kind == 'gpt' else '--config'}", file=sys.stderr)
         return 2
     from zerofx.errors import ZerofxError
-    from zerofx.plans import plan_language_model
+    from zerofx.plans import language_model
 
+    lists = {"stage": options.stage, "world_size": options.world_size, "memory_limit": options.memory_limit}
+    names = ("hardware", "optimizer", "micro_batches", "precision")
+    first = {name: values[0] for name, values in lists.items()}
+    several = any(len(values) > 1 for values in lists.values())
+    wanted = [name for name in ("svg", "perfetto", "schedule") if getattr(options, name)]
+    if wanted and (several or options.fit):
+        print(f"zerofx plan: --{wanted[0]} shows one plan, not a table", file=sys.stderr, flush=True)
+        return 2
     try:
-        found = plan_language_model(
-            given,
-            (options.rows, options.positions),
-            world_size=options.world_size,
-            hardware=options.hardware,
-            optimizer=options.optimizer,
-            micro_batches=options.micro_batches,
-            stage=options.stage,
-            precision=options.precision,
-            memory_limit=options.memory_limit,
-        )
+        request = language_model(given, (options.rows, options.positions), **{name: getattr(options, name) for name in names}, **first)
+        found: Any = request.fastest(options.fit) if options.fit else request.sweep(**lists) if several else request.plan()
     except ZerofxError as error:
         print(f"zerofx plan: {error.what}: {error.why}", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    for path, write in ((options.svg, found.to_svg), (options.perfetto, found.to_perfetto)):
+    for path, write in ((options.svg, "to_svg"), (options.perfetto, "to_perfetto")):
         if path is not None:
-            write(path)
+            getattr(found, write)(path)
     if options.json is not None:
         options.json.write_text(found.to_json() + "\n")
     print(found if not options.schedule else f"{found}\n\n{found.schedule}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +19,13 @@ from zerofx.backend import CompiledRuntime
 from zerofx.config import Config, parse_bytes
 from zerofx.errors import CompilerError, RankMismatchError, ShardingError, ZerofxError
 from zerofx.groups import Group
+from zerofx.hardware import THIS_MACHINE, Hardware
+from zerofx.hardware import hardware as named_hardware
 from zerofx.hooks import HookedRuntime
 from zerofx.module import binding_of, bindings
 from zerofx.params import Param
 from zerofx.passes import STAGES
+from zerofx.predictions import predict
 from zerofx.render import Schedule
 from zerofx.runtime import Runtime
 
@@ -37,6 +40,7 @@ def compile(
     precision: MixedPrecisionPolicy | None = None,
     memory_limit: int | str | None = None,
     backend: str = "inductor",
+    hardware: Hardware | str | None = None,
     passes: Sequence[Any] = (),
     config: Config | None = None,
 ) -> ModelT:
@@ -45,7 +49,9 @@ def compile(
     Every parameter becomes a DTensor of the same logical shape under its old name. Rank 0's parameters and buffers
     are the ones that all ranks start from. ``precision`` sets the dtypes of compute and of reductions; parameters and gradients
     keep their own. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole parameters and
-    communication buffers in flight. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
+    communication buffers in flight. ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized
+    for; without it, communication starts as early as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all
+    other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
     RankMismatchError where ranks pass different models or settings.
@@ -58,10 +64,13 @@ def compile(
             stage=stage,
             backend=backend,
             memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"),
+            hardware=hardware,
             passes=tuple(passes),
             **({} if precision is None else asdict(precision)),
         )
         STAGES[settings.stage].including(settings.passes)
+        if settings.hardware not in (None, THIS_MACHINE):
+            settings = replace(settings, hardware=named_hardware(settings.hardware))
         device = _check_model(model)
         _check_compiler(settings, device)
     except ZerofxError as error:
@@ -75,6 +84,8 @@ def compile(
     names = sharding.names_of(model) if local is None else {}
     params = sharding.params_of(names, settings, group)
     _agree(local, settings, params, names, [] if local else model.named_buffers(), mesh, group)
+    if settings.hardware == THIS_MACHINE:
+        settings = replace(settings, hardware=named_hardware(THIS_MACHINE, mesh, group))
     with torch.no_grad():
         groups.broadcast([*names, *model.buffers()], mesh, group)
     kind = HookedRuntime if settings.backend == "hooks" else CompiledRuntime
@@ -85,9 +96,11 @@ def compile(
 def schedule(model: nn.Module) -> Schedule:
     """Return the schedule of the last compiled training step (or forward, where none was trained).
 
+    Where the model was compiled for some hardware, with the predicted timeline of that step.
     Raises ShardingError for a model that was not compiled, or has not run yet.
     """
-    found = _runtime_of(model).schedule()
+    state = _runtime_of(model)
+    found, machine = state.schedule(), state.config.hardware
     if found is None:
         raise ShardingError(
             "there is no schedule yet",
@@ -95,6 +108,9 @@ def schedule(model: nn.Module) -> Schedule:
             why="a schedule is what a step runs, and no forward has run yet",
             remedy="run one step first",
         )
+    if isinstance(state, CompiledRuntime) and isinstance(machine, Hardware):
+        step = predict(*state.lowered(), state.wholes.buckets, machine)
+        return replace(found, timeline=step.timeline, alive_bytes=step.alive_bytes)
     return found
 
 

@@ -119,6 +119,11 @@ class CompiledRuntime(Runtime):
             return marked
         return super().read(index)
 
+    def lowered(self) -> tuple[list[Program], list[Program]]:
+        """Return the lowered forwards and backwards of the last step, in the order in which they run."""
+        forwards = [ran.lowered["forward"] for ran in self.last_step if "forward" in ran.lowered]
+        return forwards, [ran.lowered["backward"] for ran in reversed(self.last_step) if "backward" in ran.lowered]
+
     def schedule(self) -> Schedule | None:
         forwards = [ran.forward for ran in self.last_step if ran.forward is not None]
         backwards = [ran.backward for ran in reversed(self.last_step) if ran.backward is not None]

@@ -48,12 +48,13 @@ def this_machine(mesh: DeviceMesh | None = None, group: Group | None = None) -> 
     if mesh is not None and group.size > 1:
         kept = exchange(kept, mesh, group)[0]
     if kept is None:
-        kept = _measure(mesh, group)
+        kept = measured(mesh, group)
         save(kept, path)
     return kept
 
 
-def _measure(mesh: DeviceMesh | None, group: Group) -> Hardware:
+def measured(mesh: DeviceMesh | None, group: Group) -> Hardware:
+    """Measure processor and links now, whatever was kept; all ranks of the group must call, and all get the same."""
     links = _LOOPBACK
     figures = measure.processor()
     if mesh is not None and group.size > 1:

@@ -11,6 +11,8 @@ from zerofx.errors import ConfigError
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads settings without it
     import torch
 
+    from zerofx.machine import Hardware
+
 BACKENDS = ("inductor", "aot_eager", "hooks")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -64,7 +66,7 @@ class Config:
     The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
     communication buffers in flight on one rank. Below it, whole parameters may take what is in use at once and
     ``prefetch_buckets`` of the largest bucket ahead of use, and gradients in flight ``reduces_in_flight`` of theirs (in the eager
-    mode: so many buckets); 0 overlaps nothing.
+    mode: so many buckets); 0 overlaps nothing. ``hardware`` are the figures that the schedule goes by, or the name of a machine.
     """
 
     stage: int = 3
@@ -79,6 +81,7 @@ class Config:
     prefetch_buckets: int = 1
     reduces_in_flight: int = 2
     whole_graph: bool = False
+    hardware: Hardware | str | None = None
     hooks: HookLimits = HookLimits()
     passes: tuple[Any, ...] = ()
 
@@ -97,8 +100,9 @@ class Config:
                 why=f"the backends are {', '.join(BACKENDS)}",
                 remedy='pass backend="inductor" (fast), "aot_eager" (reference) or "hooks" (eager)',
             )
-        if self.backend == "hooks" and (self.memory_limit_bytes is not None or self.passes):
-            field = "passes" if self.passes else "memory_limit"
+        unusable = {"passes": bool(self.passes), "memory_limit": self.memory_limit_bytes is not None, "hardware": self.hardware is not None}
+        if self.backend == "hooks" and any(unusable.values()):
+            field = next(name for name, given in unusable.items() if given)
             raise ConfigError(
                 f'backend="hooks" takes no {field}',
                 where=f"zerofx.compile({field}=...)",

@@ -22,6 +22,7 @@ class Event:
     in_flight: tuple[str, ...]
     whole_bytes: int
     node: str = ""
+    why: str = ""
 
 
 def fold(events: Sequence[Event]) -> Iterator[tuple[Event | None, int, int]]:
@@ -78,7 +79,14 @@ def _normal(segments: list[list[Event]]) -> list[Any]:
         return re.sub(r"([A-Za-z_]+[ .])(\d+)", relative, text)
 
     return [
-        replace(event, what=shift(event.what), label=shift(event.label), in_flight=tuple(shift(part) for part in event.in_flight), node="")
+        replace(
+            event,
+            what=shift(event.what),
+            label=shift(event.label),
+            in_flight=tuple(shift(part) for part in event.in_flight),
+            node="",
+            why=shift(event.why),
+        )
         for segment in segments
         for event in segment
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,16 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from zerofx import _torch, formulas, liveness, pictures, planner, shapes, timeline
+from zerofx import _torch, formulas, pictures, planner, shapes, sweeps
 from zerofx.config import Config, parse_bytes
 from zerofx.errors import ConfigError
 from zerofx.hardware import hardware as named_hardware
-from zerofx.liveness import Peak, Piece
 from zerofx.machine import Hardware
 from zerofx.params import Param
-from zerofx.program import Program
+from zerofx.predictions import predict, states_bytes, update_bytes
 from zerofx.render import Schedule
-from zerofx.simulate import Kind, Task, Timeline, simulate
-from zerofx.steps import Step, steps_of
-from zerofx.timeline import Moment
+from zerofx.simulate import Timeline
+from zerofx.sweeps import Fastest, Sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,7 @@ class Plan:
     schedule: Schedule = field(repr=False)
     timeline: Timeline = field(repr=False)
     alive_bytes: tuple[int, ...] = field(repr=False)
+    request: Request = field(repr=False, compare=False)
 
     @property
     def total_peak_bytes(self) -> int:
@@ -83,7 +83,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the figures as JSON text; the schedule and the timeline have their own."""
-        left_out = ("schedule", "timeline", "alive_bytes")
+        left_out = ("schedule", "timeline", "alive_bytes", "request")
         return json.dumps({name: getattr(self, name) for name in self.__slots__ if name not in left_out}, indent=1)
 
     def to_perfetto(self, path: str | Path) -> None:
@@ -93,6 +93,20 @@ class Plan:
     def to_svg(self, path: str | Path) -> None:
         """Write the timeline as a picture, with the bytes alive under it."""
         Path(path).write_text(pictures.svg(self.timeline, self.alive_bytes, str(self).partition("\n")[0]))
+
+    def sweep(self, **settings: Any) -> Sweep:
+        """Plan the same step under all combinations of settings, each a value or a list: ``stage=[2, 3], world_size=[8, 64]``.
+
+        Settings are those of ``zerofx.plan``. Raises ConfigError as it does; where a memory limit cannot be met, the table says so.
+        """
+        return self.request.sweep(**settings)
+
+    def fastest(self, memory: int | str) -> Fastest:
+        """Find the fastest setting of the same batch that keeps its peak within a memory (bytes, or text such as ``"40GB"``).
+
+        Over stages, memory limits and micro-batches; says what was tried and why. Raises ConfigError where nothing fits.
+        """
+        return self.request.fastest(memory)
 
 
 def plan(
@@ -104,28 +118,43 @@ def plan(
     hardware: str | Hardware = "h100",
     optimizer: str = "adamw",
     micro_batches: int = 1,
+    memory_limit: int | str | None = None,
+    optimize: bool = True,
+    mesh: tuple[int, ...] | None = None,
     config: Config | None = None,
     **settings: Any,
 ) -> Plan:
     """Plan one optimizer step without ranks, weights or an accelerator.
 
     ``args`` and ``kwargs`` are one rank's micro-batch; model and inputs may be on any device, meta included. ``settings`` are those of
-    ``Config``. Raises ConfigError for settings, hardware and optimizers that are not known, and where the forward needs values;
+    ``Config``, and go before ``config``. The schedule is the one that ``zerofx.compile`` makes for the same ``hardware``, or, if it is not
+    to ``optimize``, without. ``mesh`` are the dimensions of a device mesh, which must hold ``world_size`` ranks in one. Raises
+    ConfigError for settings, hardware and optimizers that are not known, numbers that cannot be, and where the forward needs values;
     MemoryLimitError as ``zerofx.compile`` would.
     """
-    settled = config or Config(**settings)
     machine = named_hardware(hardware)
+    _check_counts(world_size=world_size, micro_batches=micro_batches)
+    _check_mesh(world_size, mesh)
+    if memory_limit is not None:
+        settings["memory_limit_bytes"] = parse_bytes(memory_limit, "memory_limit")
+    _check_names(settings)
+    settled = replace(config or Config(), **settings, hardware=machine if optimize else None)
+    given = {"world_size": world_size, "hardware": machine, "optimizer": optimizer, "micro_batches": micro_batches}
+    request = Request(model, tuple(args), dict(kwargs or {}), {**given, "optimize": optimize, "config": settled})
     transport = "gloo" if machine.intra_node.cpu_s_per_byte else "nccl"
     traced = planner.trace(model, args, kwargs, settled, world_size, transport)
-    standing = liveness.storages(node for program in traced.forwards for node in program.graph.nodes if node.op == "placeholder")
-    forwards = [_Lowered.of(program, standing) for program in traced.forwards]
-    backwards = [_Lowered.of(program, standing) for program in traced.backwards]
     params, numbers = traced.params, _optimizer_states(optimizer)
-    states = _states(params, settled, numbers, micro_batches)
-    moments = _moments(forwards, backwards, traced.refresh_buckets, machine, micro_batches, _update_bytes(params, numbers))
-    result = simulate(moment.task for moment in moments)
-    peak = max((part.peak for part in (*forwards, *backwards)), key=lambda found: found.total_bytes)
-    flops = micro_batches * sum(step.kernel.flops for part in (*forwards, *backwards) for step in part.steps if step.kernel)
+    states = states_bytes(params, settled, numbers, micro_batches)
+    found = predict(
+        traced.forwards,
+        traced.backwards,
+        traced.refresh_buckets,
+        machine,
+        micro_batches=micro_batches,
+        optimizer_bytes=update_bytes(params, numbers),
+        standing_bytes=sum(states.values()),
+    )
+    result = found.timeline
     tokens = micro_batches * world_size * _tokens(args, kwargs)
     return Plan(
         hardware=machine.name,
@@ -138,87 +167,108 @@ def plan(
         stolen_s=result.stolen_s,
         communication_s=result.communication_s,
         tokens_per_s=tokens / result.seconds if result.seconds else 0.0,
-        mfu=flops / result.seconds / machine.peak_flops_per_s(_compute_dtype(params)) if result.seconds else 0.0,
+        mfu=found.flops / result.seconds / machine.peak_flops_per_s(_compute_dtype(params)) if result.seconds else 0.0,
         states_bytes=states,
-        peak_bytes={**states, **{kind.value: size for kind, size in peak.by_kind.items()}},
-        peak_by_module=peak.by_module,
-        traffic_bytes=traced.schedule.traffic_bytes,
+        peak_bytes={**states, **{kind.value: size for kind, size in found.peak.by_kind.items()}},
+        peak_by_module=found.peak.by_module,
+        traffic_bytes=_traffic_bytes(traced.schedule, micro_batches),
         schedule=traced.schedule,
         timeline=result,
-        alive_bytes=tuple(sum(states.values()) + moment.alive_bytes for moment in moments),
+        alive_bytes=found.alive_bytes,
+        request=request,
     )
 
 
-def plan_language_model(
-    given: float | Path, shape: tuple[int, int], *, precision: str, stage: int, memory_limit: str | None, **options: Any
-) -> Plan:
-    """Plan a GPT of so many parameters, or the model of a Hugging Face config, on a micro-batch of tokens (rows, positions)."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A model, a step of it, and the settings to plan it with; what is asked for replaces some of them."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    def plan(self, **changes: Any) -> Plan:
+        """Plan with some settings changed: see ``zerofx.plan``."""
+        return plan(self.model, self.args, dict(self.kwargs), **{**self.options, **changes})
+
+    def sweep(self, **settings: Any) -> Sweep:
+        """Plan under all combinations: see ``Plan.sweep``."""
+        return sweeps.sweep(self.plan, settings)
+
+    def fastest(self, memory: int | str) -> Fastest:
+        """Search for the fastest setting: see ``Plan.fastest``."""
+        return sweeps.fastest(self._plan_in_parts, memory, self.rows)
+
+    def _plan_in_parts(self, micro_batches: int, **changes: Any) -> Plan:
+        """Plan with the batch cut into so many micro-batches."""
+        rows = self.rows
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[: rows // micro_batches] if tensor.dim() and tensor.shape[0] == rows else tensor
+
+        args, kwargs = _torch.apply_to_tensors(part, (self.args, dict(self.kwargs)))
+        given = {**self.options, "micro_batches": micro_batches * self.options.get("micro_batches", 1), **changes}
+        return plan(self.model, args, kwargs, **given)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the batch: of its first tensor."""
+        tensors = [value for value in _torch.tree_leaves((self.args, dict(self.kwargs))) if isinstance(value, Tensor) and value.dim()]
+        return int(tensors[0].shape[0]) if tensors else 1
+
+
+def language_model(given: float | Path, shape: tuple[int, int], *, precision: str, **options: Any) -> Request:
+    """Return what plans a GPT of so many parameters, or the model of a Hugging Face config, on a micro-batch of (rows, positions)."""
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")
     model = shapes.hugging_face(given) if isinstance(given, Path) else shapes.gpt(given, shape[1])
     args: tuple[Any, ...] = () if isinstance(given, Path) else (tokens,)
-    kwargs = {"input_ids": tokens, "labels": tokens} if isinstance(given, Path) else None
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    config = Config(stage=stage, param_dtype=dtype, memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"))
-    return plan(model, args, kwargs, config=config, **options)
+    kwargs = {"input_ids": tokens, "labels": tokens} if isinstance(given, Path) else {}
+    return Request(model, args, kwargs, {"param_dtype": torch.bfloat16 if precision == "bf16" else None, **options})
 
 
-@dataclass(frozen=True, slots=True)
-class _Lowered:
-    """A lowered program and what its tape runs."""
-
-    program: Program
-    steps: list[Step]
-    pieces: list[Piece]
-
-    @staticmethod
-    def of(program: Program, standing: frozenset[int]) -> _Lowered:
-        steps = steps_of(program)
-        return _Lowered(program, steps, liveness.pieces(program, steps, standing))
-
-    def moments(self, machine: Hardware) -> list[Moment]:
-        alive = liveness.alive_bytes(self.pieces, len(self.steps))
-        return list(timeline.moments(self.program, self.steps, alive, machine))
-
-    @property
-    def peak(self) -> Peak:
-        return liveness.peak(self.pieces, len(self.steps))
+def _check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(
+                f"{name}={count!r} is not a whole number of at least 1",
+                where=f"zerofx.plan({name}=...)",
+                why="it counts ranks, or backwards for each optimizer step",
+                remedy="pass an int of at least 1",
+            )
 
 
-def _moments(
-    forwards: Sequence[_Lowered],
-    backwards: Sequence[_Lowered],
-    buckets: Sequence[Sequence[int]],
-    machine: Hardware,
-    micro_batches: int,
-    update_bytes: int,
-) -> list[Moment]:
-    """Put an optimizer step together: refreshes with the first forward only, reductions of stages 0 and 1 with the last backward."""
-    program = forwards[0].program
-    forward = [moment for part in forwards for moment in part.moments(machine)]
-    backward = [moment for part in backwards for moment in part.moments(machine)]
-    launches = list(timeline.refreshes(program.params, buckets, program.group, machine))
-    waited = {moment.task.collective for moment in forward}
-    late = [Task(f"forward: wait for {task.name}", Kind.WAIT, collective=task.name) for task in launches if task.name not in waited]
-    fresh = [moment for moment in forward if not moment.task.collective.startswith("refresh")]
-    keeping = [moment for moment in backward if moment.task.kind is Kind.COMPUTE] if program.config.stage < 2 else backward
-    found: list[Moment] = []
-    for number in range(micro_batches):
-        found += [*map(Moment, launches), *forward, *map(Moment, late)] if number == 0 else fresh
-        found += backward if number == micro_batches - 1 else keeping
-    return [*found, Moment(Task("optimizer", Kind.COMPUTE, update_bytes / machine.memory_bytes_per_s))]
+def _check_mesh(world_size: int, mesh: tuple[int, ...] | None) -> None:
+    if mesh is None:
+        return
+    _check_counts(**{f"mesh[{place}]": size for place, size in enumerate(mesh)})
+    if math.prod(mesh) != world_size or len(mesh) != 1:
+        holds = f"holds {math.prod(mesh)} ranks" if math.prod(mesh) != world_size else f"has {len(mesh)} dimensions"
+        raise ConfigError(
+            f"world_size={world_size} does not fit a mesh of {' x '.join(map(str, mesh))}",
+            where="zerofx.plan(mesh=...)",
+            why=f"the mesh {holds}; states are sharded over one dimension of all ranks",
+            remedy=f"pass mesh=({world_size},), or world_size={math.prod(mesh)} with one dimension",
+        )
 
 
-def _states(params: Sequence[Param], config: Config, optimizer_states: int, micro_batches: int) -> dict[str, int]:
-    """Return the bytes that stay between steps, by kind; gradients stay between micro-batches."""
-    shards = sum(param.shard_numel * param.dtype.itemsize for param in params)
-    wholes = sum(param.whole_bytes for param in params if param.dim is not None) if config.stage in (1, 2) else 0
-    gradients = sum(param.whole_bytes for param in params) if config.stage == 1 else shards
-    return {
-        "shards": shards,
-        "whole copies": wholes,
-        "optimizer states": optimizer_states * formulas.FP32_BYTES * sum(param.shard_numel for param in params),
-        "gathered gradients": gradients if micro_batches > 1 else 0,
-    }
+def _check_names(settings: Mapping[str, Any]) -> None:
+    known = [field.name for field in fields(Config)]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"{name!r} is no setting",
+                where="zerofx.plan(...)",
+                why=f"the settings are those of zerofx.Config: {', '.join(known)}",
+                remedy=f"did you mean {near[0]!r}?" if near else "pass one of them",
+            )
+
+
+def _traffic_bytes(schedule: Schedule, micro_batches: int) -> dict[str, int]:
+    """Return what a rank sends in an optimizer step: each micro-batch gathers at stage 3, and reduces from stage 2 on."""
+    repeated = {3: schedule.traffic_bytes.keys(), 2: {"reduce_scatter", "all_reduce"}}.get(schedule.stage, set())
+    return {kind: size * (micro_batches if kind in repeated else 1) for kind, size in schedule.traffic_bytes.items()}
 
 
 def _optimizer_states(optimizer: str) -> int:
@@ -230,11 +280,6 @@ def _optimizer_states(optimizer: str) -> int:
             remedy="pass the one that keeps as many numbers for each parameter as yours",
         )
     return formulas.OPTIMIZER_STATES[optimizer]
-
-
-def _update_bytes(params: Sequence[Param], optimizer_states: int) -> int:
-    """Return what an optimizer moves: parameter and states in and out, gradient in."""
-    return (3 + 2 * optimizer_states) * formulas.FP32_BYTES * sum(param.shard_numel for param in params)
 
 
 def _compute_dtype(params: Sequence[Param]) -> torch.dtype:

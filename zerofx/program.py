@@ -49,11 +49,12 @@ class Sync(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a node means to zerofx. ``params`` are indices into the parameter table."""
+    """What a node means to zerofx. ``params`` are indices into the parameter table; ``why`` says why an event stands where it does."""
 
     kind: str
     params: tuple[int, ...]
     bucket: int = -1
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,20 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch.fx import Node
 
-from zerofx import memory
+from zerofx import memory, pictures
 from zerofx.config import Config
+from zerofx.errors import ConfigError
 from zerofx.events import Event, fold
 from zerofx.groups import Group
 from zerofx.params import Param, block_of
 from zerofx.program import Mark, Program, is_view
+from zerofx.simulate import Timeline
 
 _COLLECTIVES = {"gather": "all_gather", "reduce": "reduce_scatter", "refresh": "all_gather"}
 _MIB = 2**20
@@ -46,7 +49,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one step of a model runs, in order, on each rank. Equal on all ranks; ``str`` is the printed form."""
+    """What one step of a model runs, in order, on each rank. Equal on all ranks; ``str`` is the printed form.
+
+    Compiled for known hardware, it also has the predicted ``timeline`` of that step and the bytes alive at each of its events.
+    """
 
     events: tuple[Event, ...]
     stage: int
@@ -59,6 +65,8 @@ class Schedule:
     memory_limit_bytes: int | None
     traffic_bytes: dict[str, int]
     collective_counts: dict[str, int]
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    alive_bytes: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     @staticmethod
     def of(
@@ -120,7 +128,7 @@ class Schedule:
                 continue
             if event.phase != phase:
                 phase = event.phase
-                yield f"{phase:<50}{'MiB':>9}  {'whole MiB':>9}  in flight"
+                yield f"{phase:<50}{'MiB':>9}  {'whole MiB':>9}  {'why here':<24}  in flight"
             yield _line(event)
         yield ""
         yield from self._totals()
@@ -138,14 +146,33 @@ class Schedule:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return all fields and events as JSON text."""
-        return json.dumps(asdict(self), indent=1)
+        """Return all fields and events as JSON text, but for the timeline."""
+        return json.dumps(asdict(replace(self, timeline=None, alive_bytes=())), indent=1)
+
+    def to_perfetto(self, path: str | Path) -> None:
+        """Write the predicted step as a trace for Perfetto. Raises ConfigError where no hardware was given."""
+        Path(path).write_text(pictures.perfetto(self._times(), self.alive_bytes))
+
+    def to_svg(self, path: str | Path) -> None:
+        """Draw the predicted step, with the bytes alive under it. Raises ConfigError where no hardware was given."""
+        title = f"stage {self.stage}, {self.world_size} ranks, {self.backend}"
+        Path(path).write_text(pictures.svg(self._times(), self.alive_bytes, title))
+
+    def _times(self) -> Timeline:
+        if self.timeline is None:
+            raise ConfigError(
+                "this schedule has no times to draw",
+                where="Schedule.to_perfetto or Schedule.to_svg",
+                why="a step takes its time on some hardware, and none was given",
+                remedy='compile with zerofx.compile(model, hardware="this_machine") or a preset, or draw a zerofx.plan',
+            )
+        return self.timeline
 
 
 def _line(event: Event) -> str:
     subject = f"{event.kind:<8} {event.what:<10} {event.label}"
     moved = _mib(event.moved_bytes) if event.moved_bytes else ""
-    return f"  {subject:<48}{moved:>9}  {_mib(event.whole_bytes):>9}  {' '.join(event.in_flight)}".rstrip()
+    return f"  {subject:<48}{moved:>9}  {_mib(event.whole_bytes):>9}  {event.why:<24}  {' '.join(event.in_flight)}".rstrip()
 
 
 def _mib(size: int) -> str:
@@ -191,7 +218,7 @@ def _events(program: Program) -> Iterator[Event]:
             in_flight.remove(what)
         whole = alive.get(node, whole)
         moved = memory.moved_bytes(mark.kind, [program.params[index] for index in mark.params], program.config) if starts else 0
-        yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name)
+        yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name, mark.why)
     yield from flush()
 
 

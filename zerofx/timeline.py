@@ -15,7 +15,7 @@ from zerofx.cost import kernel_s
 from zerofx.groups import Group
 from zerofx.machine import Hardware
 from zerofx.params import Param, block_of
-from zerofx.program import Program, arguments
+from zerofx.program import Mark, Program, arguments
 from zerofx.render import module_of
 from zerofx.simulate import Kind, Task
 from zerofx.steps import Step
@@ -45,7 +45,7 @@ def moments(program: Program, steps: Sequence[Step], alive_bytes: Sequence[int],
     launched: dict[Node, str] = {}
     for place, step in enumerate(steps):
         node = step.nodes[0]
-        event = _event(node, phase, launched, program.group, hardware)
+        event = _event(node, launched, program, hardware)
         here = block_of(f"{module_of(step.nodes[-1])}.x")
         if pending_s and (event is not None or here != block):
             yield Moment(Task(f"{phase}: {block or '(model)'}", Kind.COMPUTE, pending_s), most)
@@ -59,13 +59,14 @@ def moments(program: Program, steps: Sequence[Step], alive_bytes: Sequence[int],
         yield Moment(Task(f"{phase}: {block or '(model)'}", Kind.COMPUTE, pending_s), most)
 
 
-def _event(node: Node, phase: str, launched: dict[Node, str], group: Group, hardware: Hardware) -> Task | None:
+def _event(node: Node, launched: dict[Node, str], program: Program, hardware: Hardware) -> Task | None:
     """Return the launch or wait that a node is; remember what is launched."""
+    phase = program.phase.value
     if (kind := _KINDS.get(node.target)) is not None:
         launched[node] = f"{phase} {node.name}"
         # what a gather gives, what the others take
         value = node.meta["val"] if kind == "all_gather" else arguments(node)[0].meta["val"]
-        return launch(launched[node], [(kind, math.prod(value.shape) * value.dtype.itemsize)], group, hardware)
+        return _part(launched[node], kind, math.prod(value.shape) * value.dtype.itemsize, program, node.meta["zerofx"], hardware)
     if node.target is _WAIT:
         source = launched.pop(arguments(node)[0])
         return Task(f"{phase}: wait for {source}", Kind.WAIT, collective=source)
@@ -75,14 +76,21 @@ def _event(node: Node, phase: str, launched: dict[Node, str], group: Group, hard
     return None
 
 
-def launch(name: str, messages: Sequence[tuple[str, float]], group: Group, hardware: Hardware) -> Task:
-    """Return the launch of some collectives that travel one after the other."""
-    seconds = sum(wire.collective_s(kind, size, group.size, hardware) for kind, size in messages)
-    return Task(name, Kind.LAUNCH, seconds, name, _QUEUE, wire.driving_s(messages, group, hardware))
+def _part(name: str, kind: str, size_bytes: float, program: Program, mark: Mark, hardware: Hardware) -> Task:
+    """Return the launch of one of a bucket's collectives, with its share of what they take together."""
+    params, group = [program.params[index] for index in mark.params], program.group
+    gathers = mark.kind.startswith("gather")
+    sent = wire.messages(
+        params, group, "all_gather" if gathers else group.transport.reduce, None if gathers else program.config.reduce_dtype
+    )
+    messages = list(sent)
+    share = size_bytes / sum(size for _, size in messages)
+    steals_s = wire.driving_s([(kind, size_bytes)], group, hardware)
+    return Task(name, Kind.LAUNCH, share * wire.bucket_s(messages, group, hardware), name, _QUEUE, steals_s)
 
 
 def refreshes(params: Sequence[Param], buckets: Sequence[Sequence[int]], group: Group, hardware: Hardware) -> Iterator[Task]:
     """Yield the launches with which a forward at stages 1 and 2 begins after an optimizer step."""
     for number, members in enumerate(buckets):
-        messages = list(wire.messages([params[index] for index in members], group, "all_gather", None))
-        yield launch(f"refresh {number}", messages, group, hardware)
+        transfer, name = wire.gather([params[index] for index in members], group, hardware), f"refresh {number}"
+        yield Task(name, Kind.LAUNCH, transfer.seconds, name, _QUEUE, transfer.driving_s)

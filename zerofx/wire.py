@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -67,18 +68,21 @@ def _exchange_s(total_bytes: float, world_size: int, hardware: Hardware) -> floa
     return (ranks - 1) * hardware.intra_node.latency_s + away * hardware.inter_node.latency_s + max(within_s, between_s)
 
 
-def gather_s(params: Sequence[Param], group: Group, hardware: Hardware) -> float:
-    """Return the seconds from the start of a bucket's gather, on idle links, until all of it has arrived."""
-    return _bucket_s(messages(params, group, "all_gather", None), group, hardware)
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a bucket costs: seconds from its start, on idle links, until all has arrived, and seconds of the processor.
+
+    ``driving_s`` are those that sending takes meanwhile; ``copying_s`` those of casting, packing and unpacking around it, and for a
+    reduction of adding up what arrives, and averaging.
+    """
+
+    seconds: float = 0.0
+    driving_s: float = 0.0
+    copying_s: float = 0.0
 
 
-def reduce_s(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> float:
-    """Return the seconds of a bucket's reduction on idle links; ``dtype`` is what travels (None: the compute dtype)."""
-    return _bucket_s(messages(params, group, group.transport.reduce, dtype), group, hardware)
-
-
-def gather_compute_s(params: Sequence[Param], group: Group, hardware: Hardware) -> float:
-    """Return the processor seconds around a bucket's gather: casting, packing and unpacking, and driving the transfer."""
+def gather(params: Sequence[Param], group: Group, hardware: Hardware) -> Transfer:
+    """Return what a bucket's gather costs."""
     copied = 0
     for chunk in chunks(params, group):
         members = [params[position] for position in chunk]
@@ -88,11 +92,11 @@ def gather_compute_s(params: Sequence[Param], group: Group, hardware: Hardware) 
         copied += 2 * shards * (len(chunk) > 1)
         if members[0].dim is not None and not arrives_whole(chunk, params, group):
             copied += 2 * sum(param.whole_bytes for param in members)
-    return copied / hardware.memory_bytes_per_s + driving_s(messages(params, group, "all_gather", None), group, hardware)
+    return _transfer(list(messages(params, group, "all_gather", None)), copied, group, hardware)
 
 
-def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> float:
-    """Return the processor seconds around a bucket's reduction: packing, adding what arrives, averaging, and driving the transfer."""
+def reduction(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> Transfer:
+    """Return what a bucket's reduction costs; ``dtype`` is what travels (None: the compute dtype)."""
     copied = 0
     for chunk in chunks(params, group):
         whole = sum(params[position].bytes_in(dtype) for position in chunk)
@@ -100,7 +104,11 @@ def reduce_compute_s(params: Sequence[Param], group: Group, hardware: Hardware, 
             copied += 2 * whole
         arriving = whole if group.transport.reduce == "all_to_all" or params[chunk[0]].dim is None else whole // group.size
         copied += arriving + sum(params[position].shard_numel * params[position].dtype.itemsize for position in chunk)
-    return copied / hardware.memory_bytes_per_s + driving_s(messages(params, group, group.transport.reduce, dtype), group, hardware)
+    return _transfer(list(messages(params, group, group.transport.reduce, dtype)), copied, group, hardware)
+
+
+def _transfer(messages: list[tuple[str, float]], copied_bytes: int, group: Group, hardware: Hardware) -> Transfer:
+    return Transfer(bucket_s(messages, group, hardware), driving_s(messages, group, hardware), copied_bytes / hardware.memory_bytes_per_s)
 
 
 def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
@@ -114,7 +122,8 @@ def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtyp
             yield "all_reduce", size
 
 
-def _bucket_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Hardware) -> float:
+def bucket_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Hardware) -> float:
+    """Return the seconds of a bucket's collectives, by kind and bytes, on idle links: together on gloo, in turn on NCCL."""
     if not group.transport.is_concurrent:
         return sum(collective_s(kind, size, group.size, hardware) for kind, size in messages)
     together: dict[str, float] = {}

@@ -3,6 +3,20 @@
 from zerofx.placement.problem import Gather, Launch, Line, Problem, Reduction, tasks
 from zerofx.placement.replay import Why
 from zerofx.placement.room import Tightest, tightest
-from zerofx.placement.solver import Choice, Placement, solve
+from zerofx.placement.solver import Choice, Placement, earliest, solve
 
-__all__ = ["Choice", "Gather", "Launch", "Line", "Placement", "Problem", "Reduction", "Tightest", "Why", "solve", "tasks", "tightest"]
+__all__ = [
+    "Choice",
+    "Gather",
+    "Launch",
+    "Line",
+    "Placement",
+    "Problem",
+    "Reduction",
+    "Tightest",
+    "Why",
+    "earliest",
+    "solve",
+    "tasks",
+    "tightest",
+]

@@ -13,11 +13,12 @@ class Why(StrEnum):
     """Why a launch is not earlier, or a wait not later."""
 
     FIRST = "no earlier work"
+    READY = "ready here"
+    WINDOW = "window"
     MEMORY = "memory limit"
     ORDER = "canonical order"
-    ENOUGH = "earlier would save nothing"
-    ENDED = "it has ended by then"
-    BY = "no later by its own rule"
+    ENOUGH = "early enough"
+    ENDED = "has ended"
     END = "nothing needs its bytes"
 
 
@@ -31,8 +32,8 @@ class Replay:
     end_ps: int
 
 
-def replay(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: float) -> Replay:
-    """Wait for each reduction where it has ended, with a margin of its length: there it costs nothing.
+def replay(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: float | None) -> Replay:
+    """Wait for each reduction where it has ended, with a margin of its length: there it costs nothing. Without a margin, nothing ends.
 
     Earlier only where the limit needs its bytes, the oldest first; behind the line where neither comes to pass.
     """
@@ -40,11 +41,11 @@ def replay(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: flo
     now = free = place = 0
     for slot in range(line.slots):
         while (oldest := len(waits)) < len(reduce_ends):
-            ended = reduce_ends[oldest] + round(margin * line.reduce_ps[oldest]) <= now
+            ended = margin is not None and reduce_ends[oldest] + round(margin * line.reduce_ps[oldest]) <= now
             if not ended and line.wait_by[oldest] > slot:
                 break
             now = max(now, reduce_ends[oldest])
-            waits.append((slot, Why.ENDED if ended else Why.BY))
+            waits.append((slot, Why.ENDED if ended else Why.WINDOW))
         first = place
         while place < len(launches) and launches[place].slot == slot:
             place += 1

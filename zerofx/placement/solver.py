@@ -35,13 +35,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The launches in the order of the queue, the waits of the reductions in theirs, and what comes of it.
+    """The launches in the order of the queue, the waits of the reductions in theirs, the bytes alive at each slot, and what comes of it.
 
     The last slot that a wait can have stands behind the line. Gathers are waited for where they are used.
     """
 
     launches: tuple[Choice, ...]
     waits: tuple[Choice, ...]
+    alive_bytes: tuple[int, ...]
     timeline: Timeline
 
 
@@ -54,21 +55,38 @@ def solve(problem: Problem, *, width: int = 8, margin: float = 0.25) -> Placemen
 
     Raises MemoryLimitError, with the smallest limit that works, where even no prefetch is too much.
     """
-    line = Line(problem)
-    limit_bytes = line.all_bytes if problem.limit_bytes is None else problem.limit_bytes
-    packed = pack(line, limit_bytes)
-    if packed is None:
-        raise _limit_error(limit_bytes, tightest(line))
+    line, limit_bytes, packed = _begin(problem)
     room = Room(line, limit_bytes, packed)
     found = [Search(line, room, width, margin).launches(), *plain(line, room, packed)]
     best = min(found, key=lambda launches: replay(line, limit_bytes, launches, margin).end_ps)
     waits = replay(line, limit_bytes, best, margin).waits
     # a launch in time for longer transfers is in time for these: each path that its delay could lengthen holds no less of them
     slots = latest(line.stretched(margin), best, waits)
-    launches = [replace(launch, slot=slot) for launch, slot in zip(best, slots, strict=True)]
+    return _placed(line, limit_bytes, [replace(launch, slot=slot) for launch, slot in zip(best, slots, strict=True)], margin)
+
+
+def earliest(problem: Problem) -> Placement:
+    """Launch as early, and wait for reductions as late, as order and memory allow, gathers before reductions.
+
+    The rule for who does not know how long anything takes. Raises MemoryLimitError as ``solve`` does.
+    """
+    line, limit_bytes, packed = _begin(problem)
+    return _placed(line, limit_bytes, plain(line, Room(line, limit_bytes, packed), packed)[-1], None)
+
+
+def _begin(problem: Problem) -> tuple[Line, int, list[int]]:
+    line = Line(problem)
+    limit_bytes = line.all_bytes if problem.limit_bytes is None else problem.limit_bytes
+    packed = pack(line, limit_bytes)
+    if packed is None:
+        raise _limit_error(limit_bytes, tightest(line))
+    return line, limit_bytes, packed
+
+
+def _placed(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: float | None) -> Placement:
     final = replay(line, limit_bytes, launches, margin)
-    timeline = simulate(tasks(problem, launches, final.waits))
-    return Placement(tuple(_launched(line, limit_bytes, launches, final)), tuple(_waited(final)), timeline)
+    timeline = simulate(tasks(line.problem, launches, final.waits))
+    return Placement(tuple(_launched(line, limit_bytes, launches, final)), tuple(_waited(final)), final.alive_bytes, timeline)
 
 
 def plain(line: Line, room: Room, packed: Sequence[int]) -> list[list[Launch]]:
@@ -97,7 +115,7 @@ def _launched(line: Line, limit_bytes: int, launches: Sequence[Launch], final: R
         kind, number, slot = launch.kind, launch.number, launch.slot
         first, size = line.window(launch)[0], line.size_bytes(launch)
         if slot == first:
-            choice = Choice("launch", kind, number, slot, Why.FIRST)
+            choice = Choice("launch", kind, number, slot, Why.READY if kind == "reduce" else Why.WINDOW if slot else Why.FIRST)
         elif final.alive_bytes[slot - 1] + size > limit_bytes:
             choice = Choice("launch", kind, number, slot, Why.MEMORY, slot - 1)
         else:

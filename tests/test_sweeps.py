@@ -1,0 +1,127 @@
+"""Tables of plans, and the search for the fastest that fits, on made-up plans and on real ones."""
+
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from tests.programs import TiedStack
+from zerofx.__main__ import main
+from zerofx.errors import ConfigError, MemoryLimitError
+from zerofx.sweeps import Fastest, fastest, sweep
+
+GB = 10**9
+
+
+@dataclass
+class Made:
+    """A plan with made-up figures."""
+
+    seconds: float
+    total_peak_bytes: int
+    peak_bytes: dict[str, int]
+    in_motion_bytes: int
+    exposed_s: float = 0.0
+    tokens_per_s: float = 1.0
+    mfu: float = 0.5
+    traffic_bytes: dict[str, int] = field(default_factory=lambda: {"all_gather": GB})
+
+    @property
+    def schedule(self) -> Any:
+        return SimpleNamespace(peak_total_bytes=self.in_motion_bytes)
+
+    def to_json(self) -> str:
+        return json.dumps({"seconds": self.seconds, "total_peak_bytes": self.total_peak_bytes})
+
+
+def _planner(stage: int, micro_batches: int = 1, memory_limit: int | None = None) -> Made:
+    """States fall by stage, activations by micro-batch; stage 3 moves 4 GB at once, of which a limit may take up to 3."""
+    in_motion = 4 * GB if stage == 3 else 0
+    limit = in_motion if memory_limit is None else min(in_motion, memory_limit)
+    if stage == 3 and limit < GB:
+        error = MemoryLimitError("too little", where="here", why="because", remedy="more")
+        error.smallest_bytes = GB
+        raise error
+    states = {0: 40, 1: 20, 2: 15, 3: 5}[stage] * GB
+    activations = 16 * GB // micro_batches
+    seconds = 1 + {2: 0.03, 3: 0.1}.get(stage, 0) + 0.01 * micro_batches + (in_motion - limit) / GB * 0.05
+    peak = {"optimizer states": states, "activations": activations, "whole parameters": limit}
+    return Made(seconds, states + activations + limit, peak, in_motion, exposed_s=seconds - 1)
+
+
+def _verdicts(found: Fastest) -> dict[tuple[Any, ...], str]:
+    return {tuple(row.settings.values()): row.problem for row in found.tried}
+
+
+def test_the_fastest_is_the_fastest_that_fits() -> None:
+    assert fastest(_planner, 60 * GB, 8).chosen.settings == {"stage": 1, "micro_batches": 1}  # as fast as stage 0, and holds less
+    assert fastest(_planner, "30GB", 8).chosen.settings == {"stage": 1, "micro_batches": 2}
+    assert fastest(_planner, "20GB", 8).chosen.settings == {"stage": 2, "micro_batches": 4}
+    tight = fastest(_planner, "8GB", 8)
+    assert tight.chosen.settings == {"stage": 3, "micro_batches": 8, "memory_limit": GB}
+    assert "8 of 8 GB" in tight.why
+
+
+def test_what_was_tried_says_why_it_is_not_the_one() -> None:
+    found = fastest(_planner, "30GB", 2)
+    verdicts = _verdicts(found)
+    assert verdicts[0, 1] == "26 GB too much; 40 GB are optimizer states"
+    assert verdicts[1, 2] == "chosen"
+    assert verdicts[3, 1] == "8.8% slower"
+    assert "the next, stage 2, micro_batches 2" in found.why
+    assert all(text in str(found) for text in ("verdict", "chosen", "8.8% slower"))
+    assert json.loads(found.to_json())["chosen"]["settings"] == {"stage": 1, "micro_batches": 2}
+
+
+def test_a_limit_is_lowered_by_what_is_too_much_and_no_further_than_it_can() -> None:
+    found = fastest(_planner, "23GB", 1)
+    assert found.chosen.settings == {"stage": 3, "micro_batches": 1, "memory_limit": 2 * GB}
+    with pytest.raises(ConfigError, match=r"nothing fits in 21 GB: the least is 25 GB \(stage 3, micro_batches 1\)"):
+        fastest(_planner, "21GB", 1)
+
+
+def test_memory_to_spare_goes_to_the_limit_of_stage_3() -> None:
+    found = fastest(_planner, "30GB", 1)
+    assert {"stage": 3, "micro_batches": 1, "memory_limit": 9 * GB} in [row.settings for row in found.tried]
+
+
+def test_a_table_shows_every_combination_and_what_cannot_be() -> None:
+    found = sweep(_planner, {"stage": [2, 3], "memory_limit": [None, GB // 2], "micro_batches": 1})
+    assert [tuple(row.settings.values()) for row in found.rows] == [(2, None, 1), (2, GB // 2, 1), (3, None, 1), (3, GB // 2, 1)]
+    assert [row.problem for row in found.rows] == ["", "", "", "needs a limit of 1 GB"]
+    assert "needs a limit of 1 GB" in str(found)
+    assert len(json.loads(found.to_json())) == 4
+
+
+@pytest.mark.parametrize(("settings", "told"), [({}, "nothing to sweep"), ({"stage": []}, "stage is empty")])
+def test_nothing_to_sweep_over_is_told(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        sweep(_planner, settings)
+
+
+def test_plans_of_a_model_sweep_and_search() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    plan = zerofx.plan(TiedStack(2), (tokens,), world_size=4, hardware="a100", backend="aot_eager")
+    found = plan.sweep(stage=[1, 3], world_size=[2, 16])
+    by_setting = {tuple(row.settings.values()): row.plan for row in found.rows}
+    assert [(row.stage, row.world_size) for row in by_setting.values()] == list(by_setting)
+    assert by_setting[3, 16].total_peak_bytes < by_setting[3, 2].total_peak_bytes < by_setting[1, 2].total_peak_bytes
+    least = plan.fastest(plan.total_peak_bytes - 1)
+    assert least.plan.total_peak_bytes < plan.total_peak_bytes
+    assert least.chosen in least.tried
+    with pytest.raises(ConfigError, match="'stag' is no setting"):
+        plan.sweep(stag=[1])
+    with pytest.raises(ConfigError, match="world_size=0"):
+        plan.sweep(world_size=[0])
+
+
+def test_the_command_line_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["plan", "gpt", "--params", "1e6", "--positions", "32", "--world-size", "8", "16"]
+    assert main(sizes) == 0
+    assert len(capsys.readouterr().out.strip().splitlines()) == 4
+    assert main([*sizes, "--schedule"]) == 2
+    assert "--schedule shows one plan" in capsys.readouterr().err

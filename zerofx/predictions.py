@@ -1,0 +1,113 @@
+"""One optimizer step of lowered programs: its tasks in order, the bytes alive, and the bytes between steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerofx import formulas, liveness, timeline
+from zerofx.config import Config
+from zerofx.liveness import Peak, Piece
+from zerofx.machine import Hardware
+from zerofx.params import Param
+from zerofx.program import Program
+from zerofx.simulate import Kind, Task, Timeline, simulate
+from zerofx.steps import Step, steps_of
+from zerofx.timeline import Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """An optimizer step on given hardware: its timeline, the bytes alive at each event, the peak of a graph, and the flops."""
+
+    timeline: Timeline
+    alive_bytes: tuple[int, ...]
+    peak: Peak
+    flops: int
+
+
+def predict(
+    forwards: Sequence[Program],
+    backwards: Sequence[Program],
+    buckets: Sequence[Sequence[int]],
+    machine: Hardware,
+    *,
+    micro_batches: int = 1,
+    optimizer_bytes: int = 0,
+    standing_bytes: int = 0,
+) -> Prediction:
+    """Predict the step that some lowered programs make; the ``standing_bytes`` are alive all the time, whatever runs."""
+    standing = liveness.storages(node for program in forwards for node in program.graph.nodes if node.op == "placeholder")
+    before, after = ([Lowered.of(program, standing) for program in programs] for programs in (forwards, backwards))
+    found = _moments(before, after, buckets, machine, micro_batches, optimizer_bytes)
+    parts = (*before, *after)
+    return Prediction(
+        simulate(moment.task for moment in found),
+        tuple(standing_bytes + moment.alive_bytes for moment in found),
+        max((part.peak for part in parts), key=lambda peak: peak.total_bytes),
+        micro_batches * sum(step.kernel.flops for part in parts for step in part.steps if step.kernel),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A lowered program, what its tape runs, and its allocations."""
+
+    program: Program
+    steps: list[Step]
+    pieces: list[Piece]
+
+    @staticmethod
+    def of(program: Program, standing: frozenset[int]) -> Lowered:
+        steps = steps_of(program)
+        return Lowered(program, steps, liveness.pieces(program, steps, standing))
+
+    def moments(self, machine: Hardware) -> list[Moment]:
+        alive = liveness.alive_bytes(self.pieces, len(self.steps))
+        return list(timeline.moments(self.program, self.steps, alive, machine))
+
+    @property
+    def peak(self) -> Peak:
+        return liveness.peak(self.pieces, len(self.steps))
+
+
+def _moments(
+    forwards: Sequence[Lowered],
+    backwards: Sequence[Lowered],
+    buckets: Sequence[Sequence[int]],
+    machine: Hardware,
+    micro_batches: int,
+    optimizer_bytes: int,
+) -> list[Moment]:
+    """Put an optimizer step together: refreshes with the first forward only, reductions of stages 0 and 1 with the last backward."""
+    program = forwards[0].program
+    forward = [moment for part in forwards for moment in part.moments(machine)]
+    backward = [moment for part in backwards for moment in part.moments(machine)]
+    launches = list(timeline.refreshes(program.params, buckets, program.group, machine))
+    waited = {moment.task.collective for moment in forward}
+    late = [Task(f"forward: wait for {task.name}", Kind.WAIT, collective=task.name) for task in launches if task.name not in waited]
+    fresh = [moment for moment in forward if not moment.task.collective.startswith("refresh")]
+    keeping = [moment for moment in backward if moment.task.kind is Kind.COMPUTE] if program.config.stage < 2 else backward
+    found: list[Moment] = []
+    for number in range(micro_batches):
+        found += [*map(Moment, launches), *forward, *map(Moment, late)] if number == 0 else fresh
+        found += backward if number == micro_batches - 1 else keeping
+    return [*found, Moment(Task("optimizer", Kind.COMPUTE, optimizer_bytes / machine.memory_bytes_per_s))]
+
+
+def states_bytes(params: Sequence[Param], config: Config, optimizer_states: int, micro_batches: int) -> dict[str, int]:
+    """Return the bytes that stay between steps, by kind; gradients stay between micro-batches."""
+    shards = sum(param.shard_numel * param.dtype.itemsize for param in params)
+    wholes = sum(param.whole_bytes for param in params if param.dim is not None) if config.stage in (1, 2) else 0
+    gradients = sum(param.whole_bytes for param in params) if config.stage == 1 else shards
+    return {
+        "shards": shards,
+        "whole copies": wholes,
+        "optimizer states": optimizer_states * formulas.FP32_BYTES * sum(param.shard_numel for param in params),
+        "gathered gradients": gradients if micro_batches > 1 else 0,
+    }
+
+
+def update_bytes(params: Sequence[Param], optimizer_states: int) -> int:
+    """Return what an optimizer moves: parameter and states in and out, gradient in."""
+    return (3 + 2 * optimizer_states) * formulas.FP32_BYTES * sum(param.shard_numel for param in params)

@@ -1,0 +1,234 @@
+"""Many plans of one model beside each other, and the search for the fastest that fits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tabulate import tabulate
+
+from zerofx.config import parse_bytes
+from zerofx.errors import ConfigError, MemoryLimitError
+
+# Differences below this share of a step say nothing: that is how far predictions may be off.
+_ALIKE = 0.02
+
+
+class Planned(Protocol):
+    """What a plan says, as far as a table of plans shows it."""
+
+    seconds: float
+    exposed_s: float
+    tokens_per_s: float
+    mfu: float
+    traffic_bytes: dict[str, int]
+
+    @property
+    def total_peak_bytes(self) -> int: ...
+
+
+# Plans with some settings changed; raises MemoryLimitError as planning does.
+Planner = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting: what was changed, and its plan, or why there is none."""
+
+    settings: Mapping[str, Any]
+    plan: Any = None
+    problem: str = ""
+
+    @property
+    def cells(self) -> list[str]:
+        if self.plan is None:
+            return ["", "", "", "", "", self.problem]
+        found: Planned = self.plan
+        sent = sum(found.traffic_bytes.values())
+        figures = [f"{found.seconds:.4g}", f"{found.exposed_s:.3g}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}"]
+        return [*figures, _gb(found.total_peak_bytes), self.problem or _gb(sent)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Plans of one model under all combinations of some settings; ``str`` is one table."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        return _table(self.rows, "GB sent by a rank")
+
+    def to_json(self) -> str:
+        """Return settings and figures as JSON text, a row each."""
+        return json.dumps([_plain(row) for row in self.rows], indent=1, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """The fastest setting found within a memory, what else was tried, and why it is the one; ``str`` says it all."""
+
+    memory_bytes: int
+    chosen: Row
+    tried: tuple[Row, ...]
+    why: str
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the chosen setting."""
+        return self.chosen.plan
+
+    def __str__(self) -> str:
+        return f"{_table(self.tried, 'verdict')}\n\n{self.why}"
+
+    def to_json(self) -> str:
+        """Return the choice, its reason and all that was tried as JSON text."""
+        said = {"chosen": _plain(self.chosen), "why": self.why, "tried": [_plain(row) for row in self.tried]}
+        return json.dumps(said, indent=1, default=str)
+
+
+def sweep(planner: Planner, settings: Mapping[str, Sequence[Any] | Any]) -> Sweep:
+    """Plan all combinations of settings, each a value or a list of values. One that does not fit its own memory limit says so.
+
+    Raises ConfigError where a list is empty, and as planning does.
+    """
+    lists = {name: list(value) if isinstance(value, list | tuple | range) else [value] for name, value in settings.items()}
+    empty = next((name for name, values in lists.items() if not values), None)
+    if empty is not None or not lists:
+        raise ConfigError(
+            f"there is nothing to sweep over{'' if empty is None else f': {empty} is empty'}",
+            where="plan.sweep",
+            why="each setting is a value, or a list of at least one",
+            remedy="plan.sweep(stage=[1, 2, 3], world_size=[8, 64])",
+        )
+    return Sweep(tuple(_row(planner, dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())))
+
+
+def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
+    """Find the fastest setting whose peak stays within a memory, over stages, memory limits and micro-batches of the same batch.
+
+    Each stage is planned with its default window first, stage 3 then with the limit of whole parameters and buffers that would fill
+    the memory, or the smallest that works. While nothing fits, the batch is halved. Raises ConfigError where nothing does at all.
+    """
+    budget = parse_bytes(memory, "memory")
+    assert budget is not None
+    tried: list[Row] = []
+    for stage in range(4):
+        for micro_batches in _halvings(rows_of_batch):
+            rows = list(_within(planner, budget, {"stage": stage, "micro_batches": micro_batches}))
+            tried += rows
+            if any(_fits(row, budget) for row in rows):
+                break
+    fitting = [row for row in tried if _fits(row, budget)]
+    if not fitting:
+        least = min((row for row in tried if row.plan is not None), key=lambda row: row.plan.total_peak_bytes)
+        raise ConfigError(
+            f"nothing fits in {_gb(budget)} GB: the least is {_gb(least.plan.total_peak_bytes)} GB ({_named(least)})",
+            where="plan.fastest",
+            why="; ".join(f"{_gb(size)} GB are {kind}" for kind, size in _largest(least)),
+            remedy="use more ranks, a smaller batch, or an optimizer with fewer states",
+        )
+    # of settings that are alike, the one that holds the least
+    quickest = min(row.plan.seconds for row in fitting)
+    alike = [row for row in fitting if row.plan.seconds <= (1 + _ALIKE) * quickest]
+    chosen = min(alike, key=lambda row: (row.plan.total_peak_bytes, row.plan.seconds))
+    verdicts = tuple(_judged(row, chosen, budget) for row in tried)
+    return Fastest(budget, verdicts[tried.index(chosen)], verdicts, _why(chosen, fitting, tried, budget))
+
+
+def _within(planner: Planner, budget: int, settings: dict[str, Any]) -> Iterator[Row]:
+    """Yield a setting with its default window; then with a limit, lower where that is too large, higher where memory is left.
+
+    Below stage 3 the limit counts all parameters, and takes nothing away but what is in flight.
+    """
+    row = _row(planner, settings)
+    yield row
+    if row.plan is None or settings["stage"] < 3:
+        return
+    in_motion = row.plan.schedule.peak_total_bytes
+    limit = in_motion - (row.plan.total_peak_bytes - budget)
+    if limit <= 0 or limit == in_motion:
+        return
+    try:
+        yield Row(settings | {"memory_limit": limit}, planner(**settings, memory_limit=limit))
+    except MemoryLimitError as error:
+        if error.smallest_bytes < in_motion:
+            yield _row(planner, settings | {"memory_limit": error.smallest_bytes})
+
+
+def _row(planner: Planner, settings: dict[str, Any]) -> Row:
+    try:
+        return Row(settings, planner(**settings))
+    except MemoryLimitError as error:
+        return Row(settings, problem=f"needs a limit of {_gb(error.smallest_bytes)} GB")
+
+
+def _halvings(rows: int) -> Iterator[int]:
+    """Yield the numbers of micro-batches into which a batch halves evenly."""
+    count = 1
+    while rows % count == 0:
+        yield count
+        count *= 2
+
+
+def _fits(row: Row, budget: int) -> bool:
+    return row.plan is not None and row.plan.total_peak_bytes <= budget
+
+
+def _largest(row: Row) -> list[tuple[str, int]]:
+    return sorted(row.plan.peak_bytes.items(), key=lambda item: item[1], reverse=True)[:3]
+
+
+def _judged(row: Row, chosen: Row, budget: int) -> Row:
+    if row.plan is None:
+        return row
+    if not _fits(row, budget):
+        kind, size = _largest(row)[0]
+        over = row.plan.total_peak_bytes - budget
+        return Row(row.settings, row.plan, f"{_gb(over)} GB too much; {_gb(size)} GB are {kind}")
+    if row is chosen:
+        return Row(row.settings, row.plan, "chosen")
+    slower = row.plan.seconds / chosen.plan.seconds - 1
+    return Row(row.settings, row.plan, f"{slower:.1%} slower" if slower > _ALIKE else "as fast, holds more")
+
+
+def _why(chosen: Row, fitting: Sequence[Row], tried: Sequence[Row], budget: int) -> str:
+    plan = chosen.plan
+    text = (
+        f"{_named(chosen)}: {plan.seconds:.4g} s a step, {_gb(plan.total_peak_bytes)} of {_gb(budget)} GB. "
+        f"{len(fitting)} of {len(tried)} settings fit"
+    )
+    others = [row for row in fitting if row is not chosen]
+    if not others:
+        return f"{text}, and no other."
+    nearest = min(others, key=lambda row: row.plan.seconds)
+    more = nearest.plan.exposed_s - plan.exposed_s
+    cause = f"waits {abs(more):.3g} s {'longer' if more > 0 else 'less'} for communication"
+    return f"{text}; the next, {_named(nearest)}, takes {nearest.plan.seconds:.4g} s and {cause}."
+
+
+def _named(row: Row) -> str:
+    return ", ".join(f"{name} {_shown(value)}" for name, value in row.settings.items())
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.4g}"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _table(rows: Sequence[Row], last: str) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.settings))
+    heads = [*names, "s a step", "s waiting", "tokens/s", "MFU", "peak GB", last]
+    body = [[*(_shown(row.settings.get(name)) for name in names), *row.cells] for row in rows]
+    align = ("right",) * (len(heads) - 1) + ("left",)
+    return tabulate(body, heads, tablefmt="simple", disable_numparse=True, colalign=align)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    figures = {} if row.plan is None else json.loads(row.plan.to_json())
+    return {"settings": dict(row.settings), "problem": row.problem, **figures}
