@@ -1,5 +1,6 @@
 """Small models compiled in this process for any number of ranks, over torch's fake process group: no communication, real programs."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,7 +91,8 @@ def compilation(model: nn.Module) -> Compilation:
     return only
 
 
+@functools.cache
 def stack(layers: int, **settings: Any) -> nn.Module:
-    """A compiled stack, one step in."""
+    """A compiled stack, one step in: to be read only, as all who ask for the same settings get the same one."""
     torch.manual_seed(0)
     return compiled(TiedStack(layers), torch.arange(32).view(4, 8), **settings)

@@ -80,6 +80,8 @@ BAD_SETTINGS: dict[str, dict[str, Any]] = {
     "limit 0": {"memory_limit": 0},
     "limit negative": {"memory_limit": -5},
     "limit text": {"memory_limit": "a lot"},
+    "hardware": {"hardware": "tpu"},
+    "hardware of a wrong type": {"hardware": 5},
 }
 
 

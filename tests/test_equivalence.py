@@ -1,6 +1,8 @@
 """Stage 0 = 1 = 2 = 3 = one process on the concatenated batch."""
 
 import copy
+import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tests.reference import (
     whole_gradients,
 )
 from tests.stages import STAGES, at_stage, compiled
+from zerofx.hardware import Link, hardware
 
 
 def train_at_stages(
@@ -53,6 +56,24 @@ def test_exact_cases_are_bitwise_equal(ranks: Pool, case: Case) -> None:
         assert differences(traces, expected) == [], f"world 2, stage {stage}"
     (traces,) = traces_by_stage(ranks, case, 3, stages=(3,)).values()
     assert differences(traces, expected) == [], "world 3, stage 3"
+
+
+def train_for_hardware(rank: int, world: int, name: str) -> list[Trace]:
+    """Train as scheduled for a fast and for a slow link, with and without memory to spare."""
+    case, traces = case_named(name), []
+    slow = Link(0.0, ((1, 1e3),), cpu_s_per_byte=1e-9)
+    machines = [hardware("h100"), dataclasses.replace(hardware("h100"), intra_node=slow, inter_node=slow)]
+    for machine, limit in itertools.product(machines, (None, "1MiB")):
+        with at_stage(3):
+            traces.append(train(compiled(case, 3, hardware=machine, memory_limit=limit), case, rank, world))
+    return traces
+
+
+@pytest.mark.parametrize("case", [TIED_MLP, ODD_SIZES], ids=str)
+def test_a_schedule_for_hardware_is_bitwise_equal(ranks: Pool, case: Case) -> None:
+    expected = train(case.model(), case)
+    for traces in zip(*ranks.run(train_for_hardware, 2, case.name), strict=True):
+        assert differences(list(traces), expected) == []
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])

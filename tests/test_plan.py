@@ -125,6 +125,26 @@ def test_traffic_counts_what_each_micro_batch_sends() -> None:
         assert four == {kind: size * (4 if kind in repeated else 1) for kind, size in once.items()}
 
 
+class Broken(nn.Module):
+    """Two graphs that read one parameter, on both sides of a break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        return self.inner(x).sum()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_break_in_the_graph_is_planned_too(stage: int) -> None:
+    found = zerofx.plan(Broken(), (torch.randn(4, 64),), world_size=8, stage=stage, backend="aot_eager")
+    assert found.seconds > 0
+    assert sum("refresh" in event.task.name and event.task.kind == "launch" for event in found.timeline.events) == (stage < 3)
+
+
 def test_faster_links_expose_no_more() -> None:
     fast = hardware_named("h100")
     slow = dataclasses.replace(fast, inter_node=dataclasses.replace(fast.inter_node, rates=((2**20, 1e9),)))

@@ -13,6 +13,7 @@ import zerofx
 from tests.programs import TiedStack, compilation, compiled, fake_ranks, stack
 from zerofx.config import Config
 from zerofx.events import Event, fold
+from zerofx.hardware import hardware
 from zerofx.program import Program
 from zerofx.regions import is_boundary, is_collective
 
@@ -26,6 +27,20 @@ def test_golden_schedule(stage: int, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("rewrite_golden"):
         path.write_text(text)
     assert text == path.read_text()
+
+
+def test_a_schedule_for_known_hardware_draws_itself(tmp_path: Path) -> None:
+    schedule = zerofx.schedule(stack(4, stage=3, hardware=hardware("h100")))
+    assert schedule.timeline is not None
+    assert len(schedule.timeline.events) == len(schedule.alive_bytes)
+    assert schedule.timeline.seconds == pytest.approx(schedule.timeline.compute_s + schedule.timeline.exposed_s)
+    schedule.to_svg(tmp_path / "step.svg")
+    schedule.to_perfetto(tmp_path / "step.json")
+    assert "stage 3, 2 ranks, aot_eager" in (tmp_path / "step.svg").read_text()
+    assert any(event["ph"] == "X" for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"])
+    assert json.loads(schedule.to_json())["timeline"] is None
+    with pytest.raises(zerofx.ConfigError, match="no times to draw"):
+        zerofx.schedule(stack(1, stage=3)).to_svg(tmp_path / "none.svg")
 
 
 def test_equal_layers_fold_whatever_the_depth() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerofx import formulas, liveness, timeline
 from zerofx.config import Config
@@ -38,7 +39,7 @@ def predict(
 ) -> Prediction:
     """Predict the step that some lowered programs make; the ``standing_bytes`` are alive all the time, whatever runs."""
     standing = liveness.storages(node for program in forwards for node in program.graph.nodes if node.op == "placeholder")
-    before, after = ([Lowered.of(program, standing) for program in programs] for programs in (forwards, backwards))
+    before, after = _stacked(*([Lowered.of(program, standing) for program in programs] for programs in (forwards, backwards)))
     found = _moments(before, after, buckets, machine, micro_batches, optimizer_bytes)
     parts = (*before, *after)
     return Prediction(
@@ -51,11 +52,12 @@ def predict(
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A lowered program, what its tape runs, and its allocations."""
+    """A lowered program, what its tape runs, its allocations, and the bytes that other graphs of the step keep meanwhile."""
 
     program: Program
     steps: list[Step]
     pieces: list[Piece]
+    beside_bytes: int = 0
 
     @staticmethod
     def of(program: Program, standing: frozenset[int]) -> Lowered:
@@ -63,12 +65,27 @@ class Lowered:
         return Lowered(program, steps, liveness.pieces(program, steps, standing))
 
     def moments(self, machine: Hardware) -> list[Moment]:
-        alive = liveness.alive_bytes(self.pieces, len(self.steps))
+        alive = [self.beside_bytes + size for size in liveness.alive_bytes(self.pieces, len(self.steps))]
         return list(timeline.moments(self.program, self.steps, alive, machine))
 
     @property
     def peak(self) -> Peak:
-        return liveness.peak(self.pieces, len(self.steps))
+        own = liveness.peak(self.pieces, len(self.steps))
+        saved = own.by_kind.get(liveness.Kind.SAVED, 0) + self.beside_bytes
+        return replace(own, total_bytes=own.total_bytes + self.beside_bytes, by_kind={**own.by_kind, liveness.Kind.SAVED: saved})
+
+    @property
+    def left_bytes(self) -> int:
+        """What is alive when it has ended."""
+        return liveness.alive_bytes(self.pieces, len(self.steps))[-1]
+
+
+def _stacked(forwards: Sequence[Lowered], backwards: Sequence[Lowered]) -> tuple[list[Lowered], list[Lowered]]:
+    """Put several graphs into one step: what each forward leaves stays until its backward, and these run in reverse."""
+    beside = list(itertools.accumulate((part.left_bytes for part in forwards), initial=0))
+    before = [replace(part, beside_bytes=size) for part, size in zip(forwards, beside[:-1], strict=True)]
+    after = [replace(part, beside_bytes=size) for part, size in zip(backwards, reversed(beside[: len(backwards)]), strict=True)]
+    return before, after
 
 
 def _moments(
@@ -81,7 +98,7 @@ def _moments(
 ) -> list[Moment]:
     """Put an optimizer step together: refreshes with the first forward only, reductions of stages 0 and 1 with the last backward."""
     program = forwards[0].program
-    forward = [moment for part in forwards for moment in part.moments(machine)]
+    forward = _waiting_once([moment for part in forwards for moment in part.moments(machine)])
     backward = [moment for part in backwards for moment in part.moments(machine)]
     launches = list(timeline.refreshes(program.params, buckets, program.group, machine))
     waited = {moment.task.collective for moment in forward}
@@ -93,6 +110,17 @@ def _moments(
         found += [*map(Moment, launches), *forward, *map(Moment, late)] if number == 0 else fresh
         found += backward if number == micro_batches - 1 else keeping
     return [*found, Moment(Task("optimizer", Kind.COMPUTE, optimizer_bytes / machine.memory_bytes_per_s))]
+
+
+def _waiting_once(found: Sequence[Moment]) -> list[Moment]:
+    """Drop the waits for a refresh behind the first: each of several graphs waits for what it reads, and only the first pays."""
+    kept, waited = list[Moment](), set[str]()
+    for moment in found:
+        if moment.task.collective not in waited:
+            kept.append(moment)
+        if moment.task.collective.startswith("refresh"):
+            waited.add(moment.task.collective)
+    return kept
 
 
 def states_bytes(params: Sequence[Param], config: Config, optimizer_states: int, micro_batches: int) -> dict[str, int]:

@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import pytest
@@ -10,9 +11,10 @@ from zerofx import memory
 from zerofx.program import Program
 
 
-def _limits(model: nn.Module) -> int:
+@functools.cache
+def _smallest_limit() -> int:
     with pytest.raises(zerofx.MemoryLimitError) as caught:
-        compiled(model, torch.arange(32).view(4, 8), stage=3, memory_limit_bytes=1)
+        stack(6, stage=3, memory_limit_bytes=1)
     return caught.value.smallest_bytes
 
 
@@ -46,7 +48,7 @@ def test_reductions_run_on_behind_the_next_launch() -> None:
 
 
 def test_the_smallest_limit_in_the_message_is_the_smallest_that_works() -> None:
-    smallest = _limits(TiedStack(6))
+    smallest = _smallest_limit()
     for program in _programs(smallest):
         assert memory.peak_bytes(program) <= smallest
     with pytest.raises(zerofx.MemoryLimitError, match=f"the smallest that works is {smallest} bytes"):
@@ -78,7 +80,7 @@ def test_what_stays_never_makes_a_limit_too_small() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.7, 1.5])
 def test_no_event_exceeds_the_limit(share: float) -> None:
-    smallest = _limits(TiedStack(6))
+    smallest = _smallest_limit()
     limit = int(smallest * (1 + share))
     peaks = [memory.peak_bytes(program) for program in _programs(limit)]
     assert max(peaks) <= limit
