@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -145,13 +144,6 @@ class Line:
     def all_bytes(self) -> int:
         """What no placement can exceed."""
         return self.gathered[-1] + self.reduced[-1] + max(self.problem.standing_bytes, default=0)
-
-    def stretched(self, margin: float) -> Line:
-        """Return the line with longer transfers."""
-        longer = copy.copy(self)
-        longer.gather_ps = [round(time * (1 + margin)) for time in self.gather_ps]
-        longer.reduce_ps = [round(time * (1 + margin)) for time in self.reduce_ps]
-        return longer
 
     def whole_bytes(self, slot: int, gathers: int) -> int:
         """Return what stands and what is whole at a slot, if so many gathers are launched by then, and at least those due."""

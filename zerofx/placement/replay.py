@@ -1,12 +1,12 @@
-"""Run given launches along a line: where reductions are then waited for, when it ends, and how late gathers could launch. Pure."""
+"""Run given launches along a line: where reductions are then waited for, when it ends, and how early all could launch. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from zerofx.placement.problem import Collective, Launch, Line
+from zerofx.placement.problem import Launch, Line
 
 
 class Why(StrEnum):
@@ -17,8 +17,6 @@ class Why(StrEnum):
     WINDOW = "window"
     MEMORY = "memory limit"
     ORDER = "canonical order"
-    ENOUGH = "early enough"
-    ENDED = "has ended"
     END = "nothing needs its bytes"
 
 
@@ -32,20 +30,14 @@ class Replay:
     end_ps: int
 
 
-def replay(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: float | None) -> Replay:
-    """Wait for each reduction where it has ended, with a margin of its length: there it costs nothing. Without a margin, nothing ends.
-
-    Earlier only where the limit needs its bytes, the oldest first; behind the line where neither comes to pass.
-    """
+def replay(line: Line, limit_bytes: int, launches: Sequence[Launch]) -> Replay:
+    """Wait for each reduction as late as may be: where the limit needs its bytes, the oldest first, or by its own rule."""
     waits, alive, whole_ends, reduce_ends = list[tuple[int, Why]](), list[int](), list[int](), list[int]()
     now = free = place = 0
     for slot in range(line.slots):
-        while (oldest := len(waits)) < len(reduce_ends):
-            ended = margin is not None and reduce_ends[oldest] + round(margin * line.reduce_ps[oldest]) <= now
-            if not ended and line.wait_by[oldest] > slot:
-                break
+        while (oldest := len(waits)) < len(reduce_ends) and line.wait_by[oldest] <= slot:
             now = max(now, reduce_ends[oldest])
-            waits.append((slot, Why.ENDED if ended else Why.WINDOW))
+            waits.append((slot, Why.WINDOW))
         first = place
         while place < len(launches) and launches[place].slot == slot:
             place += 1
@@ -64,24 +56,18 @@ def replay(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: flo
     return Replay(tuple(slot for slot, _ in waits), tuple(why for _, why in waits), tuple(alive), end)
 
 
-def latest(line: Line, launches: Sequence[Launch], waits: Sequence[int]) -> list[int]:
-    """Return, for each launch, the last slot from which the line ends no later; their order and the reductions stay.
+def hoisted(line: Line, limit_bytes: int, launches: Sequence[Launch]) -> list[Launch]:
+    """Move each launch to the first slot where it may stand and fits; their order stays.
 
-    Walks back from the end with the latest times at which the line may come to each slot, and each transfer may start.
+    In a queue this delays nothing. So an order that was chosen by figures that are somewhat off costs no more than that order does.
     """
-    due = start = 0  # of the line, and of the transfer behind; the end is at 0
-    ends: dict[tuple[Collective, int], int] = {}  # the latest end of each transfer whose wait has been met
-    slots, place, waited = [launch.slot for launch in launches], len(launches) - 1, len(waits) - 1
-    for slot in reversed(range(line.slots + 1)):
-        if slot < line.slots:
-            due -= line.compute_ps[slot]
-            ends |= {("gather", number): due for number in line.used[slot]}
-        while place >= 0 and slot >= slots[place] and (end := ends.get((launches[place].kind, launches[place].number))) is not None:
-            begun = min(end, start) - line.seconds_ps(launches[place])
-            if slot > slots[place] and (launches[place].kind == "reduce" or begun < due):
-                break
-            slots[place], start, due, place = slot, begun, min(due, begun), place - 1
-        while waited >= 0 and waits[waited] == slot:
-            ends["reduce", waited] = due
-            waited -= 1
-    return slots
+    found, floor, alive = list[Launch](), 0, list(replay(line, limit_bytes, launches).alive_bytes)
+    for launch in launches:
+        slot, size = launch.slot, line.size_bytes(launch)
+        first = max(floor, line.window(launch)[0])
+        while slot > first and alive[slot - 1] + size <= limit_bytes:
+            slot -= 1
+            alive[slot] += size
+        floor = slot
+        found.append(replace(launch, slot=slot))
+    return found

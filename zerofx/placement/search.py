@@ -58,9 +58,8 @@ class Search:
     proportion to the slots.
     """
 
-    def __init__(self, line: Line, room: Room, width: int, margin: float) -> None:
+    def __init__(self, line: Line, room: Room, width: int) -> None:
         self._line, self._room, self._bounds, self._width = line, room, Bounds(line), width
-        self._slack_ps = [round(margin * time) for time in line.reduce_ps]
         self._most = [[len(line.gather_ps)] * (line.slots + 1), *(room.ahead(share) for share in _SHARES)]
 
     def launches(self) -> list[Launch]:
@@ -93,7 +92,7 @@ class Search:
         """Yield the schedules that continue one by what happens at a slot and the computing behind it."""
         line, ends, first = self._line, state.reduce_ends, state.reductions - len(state.reduce_ends)
         due, now, ended, found = max(state.gathers, line.due[slot]), state.now, 0, False
-        while ended < len(ends) and (ends[ended] + self._slack_ps[first + ended] <= now or line.wait_by[first + ended] <= slot):
+        while ended < len(ends) and (ends[ended] <= now or line.wait_by[first + ended] <= slot):
             now, ended = max(now, ends[ended]), ended + 1
         for waited in range(ended, len(ends) + 1):
             room = self._room.left_bytes(slot, due) - line.reduced[state.reductions] + line.reduced[first + waited]

@@ -1,14 +1,14 @@
-"""Solve a problem of placement: search, compare with the plain rules, launch no earlier than needed, say why here. Pure."""
+"""Solve a problem of placement: search, compare with the plain rules, launch as early as that order allows, say why here. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from zerofx.errors import MemoryLimitError
 from zerofx.placement.problem import Collective, Launch, Line, Problem, tasks
-from zerofx.placement.replay import Replay, Why, latest, replay
+from zerofx.placement.replay import Replay, Why, hoisted, replay
 from zerofx.placement.room import Room, Tightest, pack, tightest
 from zerofx.placement.search import Search
 from zerofx.simulate import Timeline, simulate
@@ -46,23 +46,19 @@ class Placement:
     timeline: Timeline
 
 
-def solve(problem: Problem, *, width: int = 8, margin: float = 0.25) -> Placement:
-    """Place launches and waits so that the step takes least, within the limit, and no bytes are alive for nothing.
+def solve(problem: Problem, *, width: int = 8) -> Placement:
+    """Order launches so that the step takes least within the limit; each stands as early, each wait as late, as that order allows.
 
     Depends on the problem alone, so it is the same on all ranks that state the same problem. ``width`` is what the search keeps
-    at each slot, for each of four opinions on how far to prefetch; time grows in proportion. ``margin`` is the share by which each
-    transfer may turn out longer before an event that is there because it costs nothing begins to cost.
+    at each slot, for each of four opinions on how far to prefetch; time grows in proportion.
 
     Raises MemoryLimitError, with the smallest limit that works, where even no prefetch is too much.
     """
     line, limit_bytes, packed = _begin(problem)
     room = Room(line, limit_bytes, packed)
-    found = [Search(line, room, width, margin).launches(), *plain(line, room, packed)]
-    best = min(found, key=lambda launches: replay(line, limit_bytes, launches, margin).end_ps)
-    waits = replay(line, limit_bytes, best, margin).waits
-    # a launch in time for longer transfers is in time for these: each path that its delay could lengthen holds no less of them
-    slots = latest(line.stretched(margin), best, waits)
-    return _placed(line, limit_bytes, [replace(launch, slot=slot) for launch, slot in zip(best, slots, strict=True)], margin)
+    found = [Search(line, room, width).launches(), *plain(line, room, packed)]
+    best = min(found, key=lambda launches: replay(line, limit_bytes, launches).end_ps)
+    return _placed(line, limit_bytes, best)
 
 
 def earliest(problem: Problem) -> Placement:
@@ -71,7 +67,7 @@ def earliest(problem: Problem) -> Placement:
     The rule for who does not know how long anything takes. Raises MemoryLimitError as ``solve`` does.
     """
     line, limit_bytes, packed = _begin(problem)
-    return _placed(line, limit_bytes, plain(line, Room(line, limit_bytes, packed), packed)[-1], None)
+    return _placed(line, limit_bytes, plain(line, Room(line, limit_bytes, packed), packed)[-1])
 
 
 def _begin(problem: Problem) -> tuple[Line, int, list[int]]:
@@ -83,8 +79,9 @@ def _begin(problem: Problem) -> tuple[Line, int, list[int]]:
     return line, limit_bytes, packed
 
 
-def _placed(line: Line, limit_bytes: int, launches: Sequence[Launch], margin: float | None) -> Placement:
-    final = replay(line, limit_bytes, launches, margin)
+def _placed(line: Line, limit_bytes: int, launches: Sequence[Launch]) -> Placement:
+    launches = hoisted(line, limit_bytes, launches)
+    final = replay(line, limit_bytes, launches)
     timeline = simulate(tasks(line.problem, launches, final.waits))
     return Placement(tuple(_launched(line, limit_bytes, launches, final)), tuple(_waited(final)), final.alive_bytes, timeline)
 
@@ -110,18 +107,16 @@ def _from(line: Line, most: Sequence[int], packed: Sequence[int], starts: Sequen
 
 
 def _launched(line: Line, limit_bytes: int, launches: Sequence[Launch], final: Replay) -> list[Choice]:
-    found, last = list[Choice](), dict[Collective, int]()
+    found = list[Choice]()
     for launch in launches:
         kind, number, slot = launch.kind, launch.number, launch.slot
-        first, size = line.window(launch)[0], line.size_bytes(launch)
-        if slot == first:
+        if slot == line.window(launch)[0]:
             choice = Choice("launch", kind, number, slot, Why.READY if kind == "reduce" else Why.WINDOW if slot else Why.FIRST)
-        elif final.alive_bytes[slot - 1] + size > limit_bytes:
+        elif final.alive_bytes[slot - 1] + line.size_bytes(launch) > limit_bytes:
             choice = Choice("launch", kind, number, slot, Why.MEMORY, slot - 1)
         else:
-            choice = Choice("launch", kind, number, slot, Why.ORDER if last.get(kind) == slot else Why.ENOUGH)
+            choice = Choice("launch", kind, number, slot, Why.ORDER)
         found.append(choice)
-        last[kind] = slot
     return found
 
 
