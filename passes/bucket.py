@@ -19,7 +19,7 @@ from zerofx.slots import slots_of
 # The taper makes the block that it cuts compile apart from its equals: that must save more than a small bucket's time.
 _WORTH = 8
 # What other buckets must save, as a share of the time, to stand in the place of those that fit any hardware.
-_GAIN = 0.01
+_GAIN = 0.03
 
 Buckets = tuple[tuple[int, ...], ...]
 

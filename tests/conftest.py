@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from _pytest.config import parse_warning_filter
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import Pool, WarningFilter
 
@@ -14,6 +15,9 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
+# How long an example takes says nothing on a machine that others use too.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 # The reference runs in this process, next to the ranks, and is small.
 torch.set_num_threads(1)
 

@@ -165,15 +165,13 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json")
     plan.add_argument("--world-size", type=_number(1), nargs="+", metavar="N", required=True, help="ranks; of several, a table")
     plan.add_argument("--hardware", default="h100", help="a100, h100, h200 or this_machine (h100)")
-    plan.add_argument("--stage", type=int, choices=range(4), nargs="+", default=[3], help="ZeRO stage; of several, a table (3)")
+    plan.add_argument("--stage", type=int, choices=range(4), nargs="+", help="ZeRO stage; of several, a table (3)")
     plan.add_argument("--rows", type=_number(1), default=1, metavar="N", help="sequences of a rank's micro-batch (1)")
     plan.add_argument("--positions", type=_number(2), default=2048, metavar="N", help="tokens of a sequence (2048)")
     plan.add_argument("--micro-batches", type=_number(1), default=1, metavar="G", help="backwards for each optimizer step (1)")
     plan.add_argument("--optimizer", default="adamw", help="what keeps states (adamw)")
     plan.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="what computes and travels (bf16)")
-    plan.add_argument(
-        "--memory-limit", nargs="+", default=[None], metavar="BYTES", help='bound of whole parameters and buffers in flight, such as "2GiB"'
-    )
+    plan.add_argument("--memory-limit", nargs="+", metavar="BYTES", help='bound of whole parameters and buffers in flight, such as "2GiB"')
     plan.add_argument("--fit", metavar="BYTES", help='search for the fastest setting whose peak fits, such as "40GB"')
     plan.add_argument("--schedule", action="store_true", help="print the schedule too")
     plan.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
@@ -190,11 +188,14 @@ def _plan(options: argparse.Namespace) -> int:
     from zerofx.errors import ZerofxError
     from zerofx.plans import language_model
 
-    lists = {"stage": options.stage, "world_size": options.world_size, "memory_limit": options.memory_limit}
+    lists = {"stage": options.stage or [3], "world_size": options.world_size, "memory_limit": options.memory_limit or [None]}
     names = ("hardware", "optimizer", "micro_batches", "precision")
     first = {name: values[0] for name, values in lists.items()}
     several = any(len(values) > 1 for values in lists.values())
     wanted = [name for name in ("svg", "perfetto", "schedule") if getattr(options, name)]
+    if options.fit and (options.stage or options.memory_limit or several):
+        print("zerofx plan: --fit searches stages and limits itself, for one --world-size", file=sys.stderr, flush=True)
+        return 2
     if wanted and (several or options.fit):
         print(f"zerofx plan: --{wanted[0]} shows one plan, not a table", file=sys.stderr, flush=True)
         return 2

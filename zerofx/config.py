@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ def parse_bytes(value: int | str | None, field: str) -> int | None:
         return value
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
         unit = _UNITS.get(match[2].upper())
-        if unit is not None and float(match[1]) > 0:
+        if unit is not None and 0 < float(match[1]) < math.inf:
             return int(float(match[1]) * unit)
     raise ConfigError(
         f"{field}={value!r} is not a number of bytes",
@@ -100,6 +101,24 @@ class Config:
                 why=f"the backends are {', '.join(BACKENDS)}",
                 remedy='pass backend="inductor" (fast), "aot_eager" (reference) or "hooks" (eager)',
             )
+        if self.memory_limit_bytes is not None:
+            _check_count(self.memory_limit_bytes, "zerofx.Config(memory_limit_bytes=...)")
+        if not isinstance(self.passes, tuple):
+            raise ConfigError(
+                f"passes={self.passes!r} is no tuple of passes",
+                where="zerofx.Config(passes=...)",
+                why="passes run in order",
+                remedy="pass a tuple",
+            )
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, field)
+            if value is not None and (type(value).__module__, type(value).__name__) != ("torch", "dtype"):
+                raise ConfigError(
+                    f"{field}={value!r} is no dtype",
+                    where=f"zerofx.Config({field}=...)",
+                    why="it is a torch.dtype",
+                    remedy="pass torch.bfloat16",
+                )
         unusable = {"passes": bool(self.passes), "memory_limit": self.memory_limit_bytes is not None, "hardware": self.hardware is not None}
         if self.backend == "hooks" and any(unusable.values()):
             field = next(name for name, given in unusable.items() if given)

@@ -105,7 +105,7 @@ def hardware(named: str | Hardware, mesh: DeviceMesh | None = None, group: Group
         return named
     if named == THIS_MACHINE:
         return this_machine(mesh, group)
-    if named not in PRESETS:
+    if not isinstance(named, str) or named not in PRESETS:
         raise ConfigError(
             f"hardware={named!r} is not known",
             where="zerofx.hardware",

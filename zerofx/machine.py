@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,10 @@ class Link:
     cpu_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.latency_s >= 0 and self.cpu_s_per_byte >= 0, f"Link(latency_s={self.latency_s}, cpu_s_per_byte={self.cpu_s_per_byte})")
+        _check(
+            0 <= self.latency_s < math.inf and 0 <= self.cpu_s_per_byte < math.inf,
+            f"Link(latency_s={self.latency_s}, cpu_s_per_byte={self.cpu_s_per_byte})",
+        )
         _check(bool(self.rates), "Link(rates=())")
         for name, rates in (("rates", self.rates), ("exchange_rates", self.exchange_rates)):
             times = [(size, size / rate) for size, rate in rates if size > 0 and rate > 0]
@@ -76,9 +80,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes_per_s", "memory_bytes", "ranks_per_node"):
-            _check(getattr(self, field) > 0, f"Hardware({field}={getattr(self, field)!r})")
+            _check(0 < getattr(self, field) < math.inf, f"Hardware({field}={getattr(self, field)!r})")
         for field in ("launch_s", "page_in_bytes_per_s"):
-            _check(getattr(self, field) >= 0, f"Hardware({field}={getattr(self, field)!r})")
+            _check(0 <= getattr(self, field) < math.inf, f"Hardware({field}={getattr(self, field)!r})")
         _check(0 < self.achievable <= 1, f"Hardware(achievable={self.achievable!r})")
         rates = [rate for _, rate in (*self.flops_per_s, *self.elements_per_s)] + [rate for _, _, rate in self.kernel_flops_per_s]
         _check(bool(self.flops_per_s) and all(rate > 0 for rate in rates), f"a rate of Hardware({rates!r})")

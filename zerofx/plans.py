@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections import Counter
@@ -15,7 +14,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from zerofx import _torch, formulas, pictures, planner, shapes, sweeps
+from zerofx import _torch, formulas, inputs, pictures, planner, shapes, sweeps
 from zerofx.config import Config, parse_bytes
 from zerofx.errors import ConfigError
 from zerofx.hardware import hardware as named_hardware
@@ -132,18 +131,31 @@ def plan(
     ConfigError for settings, hardware and optimizers that are not known, numbers that cannot be, and where the forward needs values;
     MemoryLimitError as ``zerofx.compile`` would.
     """
-    machine = named_hardware(hardware)
-    _check_counts(world_size=world_size, micro_batches=micro_batches)
-    _check_mesh(world_size, mesh)
+    inputs.check_call(model, args, kwargs)
+    inputs.check_count("world_size", world_size, inputs.MOST_RANKS)
+    inputs.check_count("micro_batches", micro_batches, inputs.MOST_MICRO_BATCHES)
+    inputs.check_mesh(world_size, mesh)
+    machine, numbers = named_hardware(hardware), _optimizer_states(optimizer)
     if memory_limit is not None:
         settings["memory_limit_bytes"] = parse_bytes(memory_limit, "memory_limit")
-    _check_names(settings)
+    inputs.check_names(settings, [field.name for field in fields(Config)])
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(
+            f"config is a {type(config).__name__}", where="zerofx.plan(config=...)", why="it is a zerofx.Config", remedy="pass Config(...)"
+        )
     settled = replace(config or Config(), **settings, hardware=machine if optimize else None)
     given = {"world_size": world_size, "hardware": machine, "optimizer": optimizer, "micro_batches": micro_batches}
+    if settled.backend == "hooks":
+        raise ConfigError(
+            'backend="hooks" has no graph to plan',
+            where="zerofx.plan(backend=...)",
+            why="a plan is made from traced graphs",
+            remedy='plan with backend="inductor" or "aot_eager"',
+        )
     request = Request(model, tuple(args), dict(kwargs or {}), {**given, "optimize": optimize, "config": settled})
     transport = "gloo" if machine.intra_node.cpu_s_per_byte else "nccl"
     traced = planner.trace(model, args, kwargs, settled, world_size, transport)
-    params, numbers = traced.params, _optimizer_states(optimizer)
+    params = traced.params
     states = states_bytes(params, settled, numbers, micro_batches)
     found = predict(
         traced.forwards,
@@ -194,6 +206,8 @@ class Request:
 
     def sweep(self, **settings: Any) -> Sweep:
         """Plan under all combinations: see ``Plan.sweep``."""
+        known = ["world_size", "hardware", "optimizer", "micro_batches", "memory_limit", "optimize", "mesh", "config"]
+        inputs.check_names(settings, [*known, *(field.name for field in fields(Config))])
         return sweeps.sweep(self.plan, settings)
 
     def fastest(self, memory: int | str) -> Fastest:
@@ -219,50 +233,16 @@ class Request:
 
 
 def language_model(given: float | Path, shape: tuple[int, int], *, precision: str, **options: Any) -> Request:
-    """Return what plans a GPT of so many parameters, or the model of a Hugging Face config, on a micro-batch of (rows, positions)."""
+    """Return what plans a GPT of so many parameters, or the model of a Hugging Face config, on a micro-batch of (rows, positions).
+
+    Raises ConfigError for sizes that cannot be, and a file that describes no model.
+    """
+    inputs.check_count("rows x positions", math.prod(shape), inputs.MOST_TOKENS)
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")
     model = shapes.hugging_face(given) if isinstance(given, Path) else shapes.gpt(given, shape[1])
     args: tuple[Any, ...] = () if isinstance(given, Path) else (tokens,)
     kwargs = {"input_ids": tokens, "labels": tokens} if isinstance(given, Path) else {}
     return Request(model, args, kwargs, {"param_dtype": torch.bfloat16 if precision == "bf16" else None, **options})
-
-
-def _check_counts(**counts: Any) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(
-                f"{name}={count!r} is not a whole number of at least 1",
-                where=f"zerofx.plan({name}=...)",
-                why="it counts ranks, or backwards for each optimizer step",
-                remedy="pass an int of at least 1",
-            )
-
-
-def _check_mesh(world_size: int, mesh: tuple[int, ...] | None) -> None:
-    if mesh is None:
-        return
-    _check_counts(**{f"mesh[{place}]": size for place, size in enumerate(mesh)})
-    if math.prod(mesh) != world_size or len(mesh) != 1:
-        holds = f"holds {math.prod(mesh)} ranks" if math.prod(mesh) != world_size else f"has {len(mesh)} dimensions"
-        raise ConfigError(
-            f"world_size={world_size} does not fit a mesh of {' x '.join(map(str, mesh))}",
-            where="zerofx.plan(mesh=...)",
-            why=f"the mesh {holds}; states are sharded over one dimension of all ranks",
-            remedy=f"pass mesh=({world_size},), or world_size={math.prod(mesh)} with one dimension",
-        )
-
-
-def _check_names(settings: Mapping[str, Any]) -> None:
-    known = [field.name for field in fields(Config)]
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"{name!r} is no setting",
-                where="zerofx.plan(...)",
-                why=f"the settings are those of zerofx.Config: {', '.join(known)}",
-                remedy=f"did you mean {near[0]!r}?" if near else "pass one of them",
-            )
 
 
 def _traffic_bytes(schedule: Schedule, micro_batches: int) -> dict[str, int]:
@@ -272,7 +252,7 @@ def _traffic_bytes(schedule: Schedule, micro_batches: int) -> dict[str, int]:
 
 
 def _optimizer_states(optimizer: str) -> int:
-    if optimizer not in formulas.OPTIMIZER_STATES:
+    if not isinstance(optimizer, str) or optimizer not in formulas.OPTIMIZER_STATES:
         raise ConfigError(
             f"optimizer={optimizer!r} is not known",
             where="zerofx.plan(optimizer=...)",

@@ -14,6 +14,8 @@ from zerofx.errors import ConfigError
 
 VOCABULARY = 50_304  # GPT-2's, padded to a multiple of 64
 _HEAD = 128  # width of one head
+_LEAST_PARAMS = VOCABULARY * _HEAD + 12 * _HEAD**2  # one block of one head
+_MOST_PARAMS = 1e14
 _ASPECT = 128  # width over depth, as in GPT-3 (Brown et al., 2020, table 2.1)
 
 
@@ -62,7 +64,17 @@ class GPT(nn.Module):
 
 
 def gpt(params: float, positions: int) -> GPT:
-    """Build a GPT of about so many parameters on the meta device, in the proportions of GPT-3."""
+    """Build a GPT of about so many parameters on the meta device, in the proportions of GPT-3.
+
+    Raises ConfigError for fewer than the smallest has, or more than any has.
+    """
+    if not _LEAST_PARAMS <= params <= _MOST_PARAMS:
+        raise ConfigError(
+            f"a GPT of {params:g} parameters cannot be planned",
+            where="python -m zerofx plan gpt --params P",
+            why=f"the smallest of these shapes has {_LEAST_PARAMS:.2g}, the largest {_MOST_PARAMS:.0e}",
+            remedy="pass a number between, such as 7.5e9",
+        )
     widths = range(_HEAD, 2**17, _HEAD)
     width = min(widths, key=lambda size: abs(12 * size**3 / _ASPECT + VOCABULARY * size - params))
     layers = max(1, round((params - VOCABULARY * width) / (12 * width**2)))
@@ -75,11 +87,18 @@ def hugging_face(path: Path) -> nn.Module:
 
     Raises ConfigError where transformers is not installed, or does not take the file.
     """
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is no file",
+            where="python -m zerofx plan hf --config FILE",
+            why="nothing is looked up elsewhere",
+            remedy="pass a config.json",
+        )
     try:
         transformers: Any = importlib.import_module("transformers")
         with torch.device("meta"):
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
-    except (ImportError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what transformers raises for a file it does not like is its own and its dependencies' affair
         raise ConfigError(
             f"{path} gives no model",
             where="python -m zerofx plan hf --config FILE",

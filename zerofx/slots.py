@@ -82,7 +82,11 @@ def _clock(program: Program, hardware: Hardware | None, node_s: Mapping[str, flo
 
     def seconds(nodes: Sequence[Node]) -> float:
         events = [node for node in nodes if _kind(node) in ("gather_wait", "reduce_start")]
-        computing_s = compute_s(nodes, hardware) if node_s is None else sum(node_s.get(node.name, 0.0) for node in nodes)
+        # without a compiler each node is a kernel of its own
+        parts = [nodes] if program.config.backend == "inductor" else [[node] for node in nodes]
+        computing_s = (
+            sum(compute_s(part, hardware) for part in parts) if node_s is None else sum(node_s.get(node.name, 0.0) for node in nodes)
+        )
         return computing_s + sum(transfer_of(program, event.meta["zerofx"], hardware).copying_s for event in events)
 
     return seconds

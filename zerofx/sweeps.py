@@ -94,7 +94,7 @@ def sweep(planner: Planner, settings: Mapping[str, Sequence[Any] | Any]) -> Swee
 
     Raises ConfigError where a list is empty, and as planning does.
     """
-    lists = {name: list(value) if isinstance(value, list | tuple | range) else [value] for name, value in settings.items()}
+    lists = {name: list(value) if isinstance(value, list | range) else [value] for name, value in settings.items()}
     empty = next((name for name, values in lists.items() if not values), None)
     if empty is not None or not lists:
         raise ConfigError(
@@ -113,7 +113,10 @@ def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
     the memory, or the smallest that works. While nothing fits, the batch is halved. Raises ConfigError where nothing does at all.
     """
     budget = parse_bytes(memory, "memory")
-    assert budget is not None
+    if budget is None:
+        raise ConfigError(
+            "no memory is given", where="plan.fastest(memory)", why="it is what the peak must fit in", remedy='pass bytes, or "40GB"'
+        )
     tried: list[Row] = []
     for stage in range(4):
         for micro_batches in _halvings(rows_of_batch):
@@ -123,7 +126,15 @@ def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
                 break
     fitting = [row for row in tried if _fits(row, budget)]
     if not fitting:
-        least = min((row for row in tried if row.plan is not None), key=lambda row: row.plan.total_peak_bytes)
+        planned = [row for row in tried if row.plan is not None]
+        if not planned:
+            raise ConfigError(
+                f"no setting can be planned: stage {tried[-1].settings['stage']} {tried[-1].problem}",
+                where="plan.fastest",
+                why="the plan that the search starts from has a memory limit that cannot be met",
+                remedy="plan without a memory limit: the search finds one",
+            )
+        least = min(planned, key=lambda row: row.plan.total_peak_bytes)
         raise ConfigError(
             f"nothing fits in {_gb(budget)} GB: the least is {_gb(least.plan.total_peak_bytes)} GB ({_named(least)})",
             where="plan.fastest",
@@ -168,7 +179,7 @@ def _row(planner: Planner, settings: dict[str, Any]) -> Row:
 def _halvings(rows: int) -> Iterator[int]:
     """Yield the numbers of micro-batches into which a batch halves evenly."""
     count = 1
-    while rows % count == 0:
+    while count == 1 or rows % count == 0 < rows:
         yield count
         count *= 2
 

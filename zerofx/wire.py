@@ -83,32 +83,37 @@ class Transfer:
 
 def gather(params: Sequence[Param], group: Group, hardware: Hardware) -> Transfer:
     """Return what a bucket's gather costs."""
-    copied = 0
+    copied = kernels = 0
     for chunk in chunks(params, group):
         members = [params[position] for position in chunk]
         shards = sum(param.shard_numel * param.compute_dtype.itemsize for param in members)
         copied += sum(param.shard_numel * param.dtype.itemsize for param in members if param.dtype is not param.compute_dtype)
         copied += shards * any(param.dtype is not param.compute_dtype for param in members)
         copied += 2 * shards * (len(chunk) > 1)
+        kernels += len(chunk) > 1
         if members[0].dim is not None and not arrives_whole(chunk, params, group):
             copied += 2 * sum(param.whole_bytes for param in members)
-    return _transfer(list(messages(params, group, "all_gather", None)), copied, group, hardware)
+            kernels += 1
+    return _transfer(list(messages(params, group, "all_gather", None)), copied, kernels, group, hardware)
 
 
 def reduction(params: Sequence[Param], group: Group, hardware: Hardware, dtype: torch.dtype | None = None) -> Transfer:
     """Return what a bucket's reduction costs; ``dtype`` is what travels (None: the compute dtype)."""
-    copied = 0
+    copied = kernels = 0
     for chunk in chunks(params, group):
         whole = sum(params[position].bytes_in(dtype) for position in chunk)
         if len(chunk) > 1 or (params[chunk[0]].dim is not None and not arrives_whole(chunk, params, group)):
             copied += 2 * whole
+            kernels += 1
+        kernels += 1
         arriving = whole if group.transport.reduce == "all_to_all" or params[chunk[0]].dim is None else whole // group.size
         copied += arriving + sum(params[position].shard_numel * params[position].dtype.itemsize for position in chunk)
-    return _transfer(list(messages(params, group, group.transport.reduce, dtype)), copied, group, hardware)
+    return _transfer(list(messages(params, group, group.transport.reduce, dtype)), copied, kernels, group, hardware)
 
 
-def _transfer(messages: list[tuple[str, float]], copied_bytes: int, group: Group, hardware: Hardware) -> Transfer:
-    return Transfer(bucket_s(messages, group, hardware), driving_s(messages, group, hardware), copied_bytes / hardware.memory_bytes_per_s)
+def _transfer(messages: list[tuple[str, float]], copied_bytes: int, kernels: int, group: Group, hardware: Hardware) -> Transfer:
+    copying_s = copied_bytes / hardware.memory_bytes_per_s + kernels * hardware.launch_s
+    return Transfer(bucket_s(messages, group, hardware), driving_s(messages, group, hardware), copying_s)
 
 
 def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
