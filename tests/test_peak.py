@@ -35,7 +35,7 @@ def _tokens(rows: int, positions: int, vocabulary: int) -> Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "gpt": (lambda: GPT(3, 128, 4, 1024, 64), lambda: _tokens(4, 64, 1024)),
+    "gpt": (lambda: GPT(2, 128, 4, 1024, 64), lambda: _tokens(4, 64, 1024)),
     "stack": (lambda: TiedStack(4, 128, 512), lambda: _tokens(8, 32, 512)),
     "convolutions": (Convolutions, lambda: torch.randn(4, 3, 32, 32)),
 }

@@ -106,7 +106,7 @@ def test_memory_to_spare_keeps_what_the_backward_would_wait_for() -> None:
         assert memory.peak_bytes(backward) <= limit
         return sum(memory.bucket_bytes(backward, mark) for _, mark in backward.marked("gather_start"))
 
-    tight, wide = 2**20, 16 * 2**20
+    tight, wide = 600_000, 16 * 2**20
     instant = dataclasses.replace(_slow(1e15), launch_s=1.0)
     assert gathered_bytes(_slow(1e6), wide) == 0
     assert gathered_bytes(_slow(1e6), tight) > 0

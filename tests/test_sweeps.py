@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_nothing_to_sweep_over_is_told(settings: dict[str, Any], told: str) -> N
 
 def test_plans_of_a_model_sweep_and_search() -> None:
     tokens = torch.arange(16).view(2, 8)
-    plan = zerofx.plan(TiedStack(1), (tokens,), world_size=4, hardware="a100", backend="aot_eager")
+    plan = zerofx.plan(TiedStack(2), (tokens,), world_size=4, hardware="a100", backend="aot_eager")
     found = plan.sweep(stage=[1, 3], world_size=[2])
     by_setting = {tuple(row.settings.values()): row.plan for row in found.rows}
     assert [(row.stage, row.world_size) for row in by_setting.values()] == list(by_setting)
@@ -131,9 +132,11 @@ def test_plans_of_a_model_sweep_and_search() -> None:
         plan.sweep(world_size=[0])
 
 
-def test_the_command_line_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["plan", "gpt", "--params", "7e6", "--positions", "32", "--world-size", "8", "16"]
-    assert main(sizes) == 0
+def test_the_command_line_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "use_cache": False, **sizes}))
+    command = ["plan", "hf", "--config", str(tmp_path / "config.json"), "--positions", "8", "--world-size", "8", "16"]
+    assert main(command) == 0
     assert len(capsys.readouterr().out.strip().splitlines()) == 4
-    assert main([*sizes, "--schedule"]) == 2
+    assert main([*command, "--schedule"]) == 2
     assert "--schedule shows one plan" in capsys.readouterr().err
