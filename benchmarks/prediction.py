@@ -1,11 +1,12 @@
 """Planned against measured seconds of a step, by link rate: ``python -m benchmarks.prediction``.
 
-At each rate the ranks calibrate the processor and the link, plan each contestant from that, and time it. A contestant that is
+The ranks calibrate the processor once, and the link at each rate, plan each contestant from that, and time it. A contestant that is
 compiled for the calibrated figures stands beside the others at each rate.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -23,6 +24,7 @@ from benchmarks.options import DTYPES, Options, parse, parser
 from benchmarks.ranks import on_link, say
 from benchmarks.step_time import batch_of_rank, clock_on
 from benchmarks.workloads import WORKLOADS
+from zerofx import measure as measuring
 from zerofx.calibrate import measured
 from zerofx.groups import group_of
 from zerofx.hardware import Hardware
@@ -34,10 +36,13 @@ _WARM_UP = 2
 _APART = 0.10
 
 
-def calibrated() -> Hardware:
-    """Measure this machine and the link as it is now; the same on all ranks."""
+def calibrated(known: Hardware | None) -> Hardware:
+    """Measure the link as it is now, and the processor where it is not known yet; the same on all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return measured(mesh, group_of(mesh))
+    if known is None:
+        return measured(mesh, group_of(mesh))
+    link = measuring.link(group_of(mesh), mesh.get_group())
+    return dataclasses.replace(known, intra_node=link, inter_node=link)
 
 
 def planned_s(setting: Setting, machine: Hardware, config: dict[str, Any], *, optimize: bool) -> float:
@@ -61,11 +66,12 @@ def measure(link: Link, options: Options) -> list[dict[str, Any]]:
     setting = Setting(WORKLOADS[options.workload], DTYPES[options.dtypes[0]])
     trainers = {name: CONTESTANTS[name].build(setting) for name in options.contestants}
     rows: list[dict[str, Any]] = []
+    machine: Hardware | None = None
     for rate in options.rates:
         if dist.get_rank() == 0:
             link.set_rate(parse_rate(rate))
         dist.barrier()
-        machine = calibrated()
+        machine = calibrated(machine)
         configs = {name: dict(CONTESTANTS[name].config or {}) for name in trainers}
         planned = {name: planned_s(setting, machine, config, optimize=False) for name, config in configs.items()}
         planned[OPTIMIZED] = planned_s(setting, machine, {"stage": 3}, optimize=True)

@@ -31,7 +31,7 @@ _LOOPBACK = Link(latency_s=2e-4, rates=((2**16, 3e8), (2**22, 9e8), (2**25, 1e9)
 def this_machine(mesh: DeviceMesh | None = None, group: Group | None = None) -> Hardware:
     """Return what this machine and the links of a group do; all ranks of the group must call, and all get the same.
 
-    Takes up to 20 s the first time. Without a group the links are assumed. Raises ConfigError for ranks that gloo does not join:
+    Takes up to 30 s the first time. Without a group the links are assumed. Raises ConfigError for ranks that gloo does not join:
     what they compute and send by is not what is measured.
     """
     group = _ALONE if group is None or mesh is None else group
