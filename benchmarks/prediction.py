@@ -7,7 +7,6 @@ compiled for the calibrated figures stands beside the others at each rate.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
-from benchmarks.contestants import CONTESTANTS, Setting, Trainer, zerofx_contestant
+from benchmarks.contestants import CONTESTANTS, Setting, zerofx_contestant
 from benchmarks.link import Link, parse_rate, slow_link
-from benchmarks.measure import Step, median, show, write
+from benchmarks.measure import show, write
 from benchmarks.options import DTYPES, Options, parse, parser
 from benchmarks.ranks import on_link, say
-from benchmarks.step_time import batch_of_rank, clock_on
+from benchmarks.results import Timings
+from benchmarks.step_time import batch_of_rank, sweep
 from benchmarks.workloads import WORKLOADS
 from zerofx import measure as measuring
 from zerofx.calibrate import measured
@@ -31,7 +31,6 @@ from zerofx.hardware import Hardware
 
 DEFAULT = ("zerofx 3", "zerofx 2", "zerofx 1", "zerofx 3, not scheduled")
 OPTIMIZED = "zerofx 3, for this hardware"
-_WARM_UP = 2
 # Settings that differ by more than this share of a step must be ranked right.
 _APART = 0.10
 
@@ -76,26 +75,16 @@ def measure(link: Link, options: Options) -> list[dict[str, Any]]:
         planned = {name: planned_s(setting, machine, config, optimize=False) for name, config in configs.items()}
         planned[OPTIMIZED] = planned_s(setting, machine, {"stage": 3}, optimize=True)
         optimized = zerofx_contestant(stage=3, hardware=machine)(setting)
-        for name, steps in timed(link, options, {**trainers, OPTIMIZED: optimized}, setting).items():
-            seconds = median([step.seconds for step in steps if not step.is_disturbed] or [step.seconds for step in steps])
+        ((_, taken),) = sweep(link, dataclasses.replace(options, rates=(rate,)), {**trainers, OPTIMIZED: optimized}, setting)
+        found = Timings(options.dtypes[0], (rate,), {name: {rate: steps} for name, steps in taken.items()}, {})
+        for name in found.contestants:
+            seconds = found.median_s(name, rate)
             ratio = planned[name] / seconds
             rows.append({"rate": rate, "contestant": name, "planned_s": planned[name], "measured_s": seconds, "ratio": ratio})
             say(f"{rate} {name}: planned {planned[name]:.3f} s, measured {seconds:.3f} s, {ratio:.2f}")
         if dist.get_rank() == 0:
             write(options.json, "prediction", rows, workload=options.workload, ranks=options.ranks)
     return rows
-
-
-def timed(link: Link, options: Options, trainers: dict[str, Trainer], setting: Setting) -> dict[str, list[Step]]:
-    """Time all by turns."""
-    clock, batch = clock_on(link), batch_of_rank(setting)
-    steps: dict[str, list[Step]] = {name: [] for name in trainers}
-    for number in range(_WARM_UP + options.steps):
-        for name, trainer in trainers.items():
-            step = clock.time(functools.partial(trainer.step, batch))
-            if number >= _WARM_UP:
-                steps[name].append(step)
-    return steps
 
 
 def misranked(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

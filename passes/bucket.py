@@ -59,8 +59,8 @@ class Bucket:
             if limit is None or max_bytes == 0 or _peak(program, plan) <= limit:
                 break
             max_bytes = max_bytes // 2 if max_bytes > program.config.bucket_min_bytes // 8 else 0
-        hardware = program.config.hardware
-        return plan if not isinstance(hardware, Hardware) else _quickest(program, order, max_bytes, plan, hardware)
+        machine = program.config.machine
+        return plan if machine is None else _quickest(program, order, max_bytes, plan, machine)
 
     def apply(self, program: Program, plan: BucketPlan) -> Program:
         """Replace gathers and reductions by a start, a wait and one item each, at the place of first need."""
@@ -106,7 +106,7 @@ def _quickest(program: Program, order: tuple[list[int], list[int]], max_bytes: i
         bucketed = apply_buckets(program.copy(), other)
         if limit is not None and memory.peak_bytes(bucketed) > limit:
             return None
-        return placement.earliest(slots_of(bucketed, hardware, seconds).problem).timeline
+        return placement.earliest(slots_of(bucketed, seconds).problem).timeline
 
     found = timeline(plan)
     if found is None or found.exposed_s <= _GAIN * found.seconds:

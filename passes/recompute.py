@@ -12,7 +12,6 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx.keeping import is_backward, worth_keeping
-from zerofx.machine import Hardware
 from zerofx.params import block_of
 from zerofx.program import Level, Program
 
@@ -44,9 +43,9 @@ class Recompute:
         With hardware, keep more of them within the memory limit: those whose gathers would make the backward wait.
         """
         gathers = [(node, mark.params[0]) for node, mark in program.marked("gather")]
-        keep, hardware, limit = _last(program, gathers), program.config.hardware, program.config.memory_limit_bytes
-        if program.keeps and limit is not None and isinstance(hardware, Hardware):
-            keep = worth_keeping(program, keep, hardware, limit)
+        keep, machine, limit = _last(program, gathers), program.config.machine, program.config.memory_limit_bytes
+        if program.keeps and limit is not None and machine is not None:
+            keep = worth_keeping(program, keep, machine, limit)
         derived: dict[Node, None] = {node: None for node, _ in gathers}
         for node in program.graph.nodes:
             if node not in derived and _follows_from(node, derived):

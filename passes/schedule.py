@@ -50,10 +50,8 @@ class Schedule:
         base, limit = memory.peak_bytes(program), program.config.memory_limit_bytes
         if limit is not None and base > limit:
             raise limit_error(program, limit, base)
-        hardware = program.config.hardware
-        assert not isinstance(hardware, str), "compile puts figures in the place of a name"
-        line = slots_of(program, hardware)
-        placed = placement.earliest(line.problem) if hardware is None else placement.solve(line.problem)
+        line = slots_of(program)
+        placed = placement.earliest(line.problem) if program.config.machine is None else placement.solve(line.problem)
         return SchedulePlan(tuple(_moves(line, placed)), limit)
 
     def apply(self, program: Program, plan: SchedulePlan) -> Program:
@@ -116,9 +114,11 @@ def _open_slots(line: Slots, placed: Placement) -> list[int]:
     for choice in reversed(placed.waits):
         slot, size = choice.slot, line.problem.reductions[choice.number].size_bytes
         if not line.slots[slot].is_open:
-            fits = limit is None or alive[slot] + size <= limit
-            alive[slot] += size if fits and slot < last else 0
-            slot = slot + 1 if fits and slot < last else max(other for other in range(slot) if line.slots[other].is_open)
+            if slot < last and (limit is None or alive[slot] + size <= limit):
+                alive[slot] += size
+                slot += 1
+            else:
+                slot = max(other for other in range(slot) if line.slots[other].is_open)
         last = min(slot, last)
         found.append(last)
     return found[::-1]

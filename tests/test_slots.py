@@ -45,7 +45,7 @@ def test_bytes_along_the_slots_are_those_of_the_program(stage: int) -> None:
             assert limit is None or memory.peak_bytes(scheduled) <= limit
             events = memory.live(scheduled)
             if machine is None and events:
-                counted = placement.earliest(slots_of(again, None).problem).alive_bytes
+                counted = placement.earliest(slots_of(again).problem).alive_bytes
                 assert max(counted) == max(event.total_bytes for event in events)
 
 

@@ -100,7 +100,7 @@ def schedule(model: nn.Module) -> Schedule:
     Raises ShardingError for a model that was not compiled, or has not run yet.
     """
     state = _runtime_of(model)
-    found, machine = state.schedule(), state.config.hardware
+    found, machine = state.schedule(), state.config.machine
     if found is None:
         raise ShardingError(
             "there is no schedule yet",
@@ -108,7 +108,7 @@ def schedule(model: nn.Module) -> Schedule:
             why="a schedule is what a step runs, and no forward has run yet",
             remedy="run one step first",
         )
-    if isinstance(state, CompiledRuntime) and isinstance(machine, Hardware):
+    if isinstance(state, CompiledRuntime) and machine is not None:
         step = predict(*state.lowered(), state.wholes.buckets, machine)
         return replace(found, timeline=step.timeline, alive_bytes=step.alive_bytes)
     return found

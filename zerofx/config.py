@@ -86,6 +86,12 @@ class Config:
     hooks: HookLimits = HookLimits()
     passes: tuple[Any, ...] = ()
 
+    @property
+    def machine(self) -> Hardware | None:
+        """The figures to schedule by: ``compile`` has put them in the place of a name."""
+        assert not isinstance(self.hardware, str)
+        return self.hardware
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ def worth_keeping(program: Program, kept: Sequence[int], hardware: Hardware, lim
     most = max((block.size_bytes for block in blocks), default=0)
     standing = memory.kept_bytes(program.params, program.config.stage)
     open_blocks = [block for block in blocks if not staying.issuperset(block.params)]
+    waits = _exposed_s(program, blocks, seconds, staying, limit_bytes)
     while open_blocks:
-        waits = _exposed_s(program, blocks, seconds, staying, limit_bytes)
         # the forward ends with all that stays, beside a block in use and one ahead of use
         room = limit_bytes - standing - sum(program.params[index].whole_bytes for index in staying) - 2 * most
         found = [block for block in open_blocks if waits.get(block.use, 0.0) > 0 and block.size_bytes <= room]
@@ -52,8 +53,9 @@ def worth_keeping(program: Program, kept: Sequence[int], hardware: Hardware, lim
         best = max(found, key=lambda block: (waits[block.use] / block.size_bytes, block.use))
         tried = staying.union(best.params)
         open_blocks.remove(best)
-        if sum(_exposed_s(program, blocks, seconds, tried, limit_bytes).values()) < sum(waits.values()):
-            staying = tried
+        left = _exposed_s(program, blocks, seconds, tried, limit_bytes)
+        if sum(left.values()) < sum(waits.values()):
+            staying, waits = tried, left
     return tuple(sorted(staying))
 
 
@@ -111,14 +113,13 @@ def _backward(program: Program, hardware: Hardware) -> tuple[list[_Block], list[
     blocks = []
     for name, found in sorted(uses.items(), key=lambda item: min(item[1])):
         params = [program.params[index] for index in members[name]]
-        release = next((slot for slot, place in enumerate(cuts) if place > max(found)), len(cuts))
         reduced = slot_of.get(ready.get(name, -1))
         blocks.append(
             _Block(
                 tuple(members[name]),
                 sum(param.whole_bytes for param in params),
                 slot_of[min(found)],
-                max(release, slot_of[min(found)] + 1),
+                bisect.bisect_right(cuts, max(found)),
                 reduced,
                 wire.gather(params, program.group, hardware),
                 wire.reduction(params, program.group, hardware, program.config.reduce_dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections import Counter
@@ -144,7 +145,6 @@ def plan(
             f"config is a {type(config).__name__}", where="zerofx.plan(config=...)", why="it is a zerofx.Config", remedy="pass Config(...)"
         )
     settled = replace(config or Config(), **settings, hardware=machine if optimize else None)
-    given = {"world_size": world_size, "hardware": machine, "optimizer": optimizer, "micro_batches": micro_batches}
     if settled.backend == "hooks":
         raise ConfigError(
             'backend="hooks" has no graph to plan',
@@ -152,6 +152,7 @@ def plan(
             why="a plan is made from traced graphs",
             remedy='plan with backend="inductor" or "aot_eager"',
         )
+    given = {"world_size": world_size, "hardware": machine, "optimizer": optimizer, "micro_batches": micro_batches}
     request = Request(model, tuple(args), dict(kwargs or {}), {**given, "optimize": optimize, "config": settled})
     transport = "gloo" if machine.intra_node.cpu_s_per_byte else "nccl"
     traced = planner.trace(model, args, kwargs, settled, world_size, transport)
@@ -206,8 +207,8 @@ class Request:
 
     def sweep(self, **settings: Any) -> Sweep:
         """Plan under all combinations: see ``Plan.sweep``."""
-        known = ["world_size", "hardware", "optimizer", "micro_batches", "memory_limit", "optimize", "mesh", "config"]
-        inputs.check_names(settings, [*known, *(field.name for field in fields(Config))])
+        keywords = [item.name for item in inspect.signature(plan).parameters.values() if item.kind is inspect.Parameter.KEYWORD_ONLY]
+        inputs.check_names(settings, [*keywords, *(field.name for field in fields(Config))])
         return sweeps.sweep(self.plan, settings)
 
     def fastest(self, memory: int | str) -> Fastest:

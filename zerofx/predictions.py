@@ -39,7 +39,7 @@ def predict(
 ) -> Prediction:
     """Predict the step that some lowered programs make; the ``standing_bytes`` are alive all the time, whatever runs."""
     standing = liveness.storages(node for program in forwards for node in program.graph.nodes if node.op == "placeholder")
-    before, after = _stacked(*([Lowered.of(program, standing) for program in programs] for programs in (forwards, backwards)))
+    before, after = _stacked(*([_Lowered.of(program, standing) for program in programs] for programs in (forwards, backwards)))
     found = _moments(before, after, buckets, machine, micro_batches, optimizer_bytes)
     parts = (*before, *after)
     return Prediction(
@@ -51,21 +51,23 @@ def predict(
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class _Lowered:
     """A lowered program, what its tape runs, its allocations, and the bytes that other graphs of the step keep meanwhile."""
 
     program: Program
     steps: list[Step]
     pieces: list[Piece]
+    alive_bytes: list[int]
     beside_bytes: int = 0
 
     @staticmethod
-    def of(program: Program, standing: frozenset[int]) -> Lowered:
+    def of(program: Program, standing: frozenset[int]) -> _Lowered:
         steps = steps_of(program)
-        return Lowered(program, steps, liveness.pieces(program, steps, standing))
+        pieces = liveness.pieces(program, steps, standing)
+        return _Lowered(program, steps, pieces, liveness.alive_bytes(pieces, len(steps)))
 
     def moments(self, machine: Hardware) -> list[Moment]:
-        alive = [self.beside_bytes + size for size in liveness.alive_bytes(self.pieces, len(self.steps))]
+        alive = [self.beside_bytes + size for size in self.alive_bytes]
         return list(timeline.moments(self.program, self.steps, alive, machine))
 
     @property
@@ -74,23 +76,18 @@ class Lowered:
         saved = own.by_kind.get(liveness.Kind.SAVED, 0) + self.beside_bytes
         return replace(own, total_bytes=own.total_bytes + self.beside_bytes, by_kind={**own.by_kind, liveness.Kind.SAVED: saved})
 
-    @property
-    def left_bytes(self) -> int:
-        """What is alive when it has ended."""
-        return liveness.alive_bytes(self.pieces, len(self.steps))[-1]
 
-
-def _stacked(forwards: Sequence[Lowered], backwards: Sequence[Lowered]) -> tuple[list[Lowered], list[Lowered]]:
+def _stacked(forwards: Sequence[_Lowered], backwards: Sequence[_Lowered]) -> tuple[list[_Lowered], list[_Lowered]]:
     """Put several graphs into one step: what each forward leaves stays until its backward, and these run in reverse."""
-    beside = list(itertools.accumulate((part.left_bytes for part in forwards), initial=0))
+    beside = list(itertools.accumulate((part.alive_bytes[-1] for part in forwards), initial=0))
     before = [replace(part, beside_bytes=size) for part, size in zip(forwards, beside[:-1], strict=True)]
     after = [replace(part, beside_bytes=size) for part, size in zip(backwards, reversed(beside[: len(backwards)]), strict=True)]
     return before, after
 
 
 def _moments(
-    forwards: Sequence[Lowered],
-    backwards: Sequence[Lowered],
+    forwards: Sequence[_Lowered],
+    backwards: Sequence[_Lowered],
     buckets: Sequence[Sequence[int]],
     machine: Hardware,
     micro_batches: int,

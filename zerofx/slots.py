@@ -38,27 +38,28 @@ class Slots:
     problem: Problem
 
 
-def slots_of(program: Program, hardware: Hardware | None, node_s: Mapping[str, float] | None = None) -> Slots:
+def slots_of(program: Program, node_s: Mapping[str, float] | None = None) -> Slots:
     """State where launches and waits of a bucketed program may go: where communication stands anyway, and at both ends.
 
     Whole parameters may take what is in use at once and ``prefetch_buckets`` of the largest bucket ahead of use, reductions in
-    flight ``reduces_in_flight`` of theirs, and all together the memory limit. Without hardware nothing takes time. ``node_s`` are
-    seconds by the name of a node, where they are known already.
+    flight ``reduces_in_flight`` of theirs, and all together the memory limit. Times are those of the config's hardware; without it,
+    nothing takes any. ``node_s`` are seconds by the name of a node, where they are known already.
     """
-    slots, slot_of, seconds = _walk(program, _clock(program, hardware, node_s))
+    transfers = {
+        start: transfer_of(program, mark, program.config.machine) for start, mark in program.marked("gather_start", "reduce_start")
+    }
+    slots, slot_of, seconds = _walk(program, _clock(program, transfers, node_s))
     whole = _Whole(program, slot_of, len(slots) - 1)
     gathers = []
     for number, (start, first) in enumerate(zip(whole.starts, whole.earliest(), strict=True)):
-        transfer = transfer_of(program, start.meta["zerofx"], hardware)
-        bounds = whole.uses[number], whole.releases[number], first
+        transfer, bounds = transfers[start], (whole.uses[number], whole.releases[number], first)
         gathers.append(Gather(transfer.seconds, whole.sizes[number], *bounds, transfer.driving_s))
     starts = tuple(node for node, _ in program.marked("reduce_start"))
     sizes = [memory.bucket_bytes(program, start.meta["zerofx"]) for start in starts]
     ready = [slot_of[start] for start in starts]
-    reductions = []
+    reductions, most = [], program.config.reduces_in_flight * max(sizes, default=0)
     for number, start in enumerate(starts):
-        transfer = transfer_of(program, start.meta["zerofx"], hardware)
-        by = _wait_by(number, sizes, ready, slots, program.config.reduces_in_flight)
+        transfer, by = transfers[start], _wait_by(number, sizes, ready, slots, most)
         reductions.append(Reduction(transfer.seconds, sizes[number], ready[number], wait_by=by, steals_s=transfer.driving_s))
     limit = program.config.memory_limit_bytes
     problem = Problem(tuple(seconds), tuple(whole.standing_bytes), tuple(gathers), tuple(reductions), limit)
@@ -75,19 +76,22 @@ def transfer_of(program: Program, mark: Mark, hardware: Hardware | None) -> Tran
     return wire.reduction(params, program.group, hardware, program.config.reduce_dtype)
 
 
-def _clock(program: Program, hardware: Hardware | None, node_s: Mapping[str, float] | None) -> Callable[[Sequence[Node]], float]:
+def _clock(program: Program, transfers: Mapping[Node, Transfer], node_s: Mapping[str, float] | None) -> Callable[[Sequence[Node]], float]:
     """Return what tells the seconds of consecutive nodes, the copies around the collectives among them included."""
+    hardware = program.config.machine
     if hardware is None:
         return lambda nodes: 0.0
 
     def seconds(nodes: Sequence[Node]) -> float:
-        events = [node for node in nodes if _kind(node) in ("gather_wait", "reduce_start")]
+        starts = [
+            arguments(node)[0] if _kind(node) == "gather_wait" else node for node in nodes if _kind(node) in ("gather_wait", "reduce_start")
+        ]
         # without a compiler each node is a kernel of its own
         parts = [nodes] if program.config.backend == "inductor" else [[node] for node in nodes]
         computing_s = (
             sum(compute_s(part, hardware) for part in parts) if node_s is None else sum(node_s.get(node.name, 0.0) for node in nodes)
         )
-        return computing_s + sum(transfer_of(program, event.meta["zerofx"], hardware).copying_s for event in events)
+        return computing_s + sum(transfers[start].copying_s for start in starts)
 
     return seconds
 
@@ -137,15 +141,15 @@ def _behind(start: Node) -> Node:
     return node
 
 
-def _wait_by(number: int, sizes: Sequence[int], ready: Sequence[int], slots: Sequence[Slot], most_buckets: int) -> int | None:
+def _wait_by(number: int, sizes: Sequence[int], ready: Sequence[int], slots: Sequence[Slot], most: int) -> int | None:
     """Return the last open slot in front of the launch with which too much would be in flight; None where none is."""
-    most, in_flight = most_buckets * max(sizes), 0
+    in_flight = 0
     if sizes[number] > most:
         return ready[number] + 1
     for later in range(number, len(sizes)):
         in_flight += sizes[later]
         if in_flight > most:
-            return max(slot for slot in range(ready[number] + 1, ready[later]) if slots[slot].is_open)
+            return next(slot for slot in reversed(range(ready[number] + 1, ready[later])) if slots[slot].is_open)
     return None
 
 

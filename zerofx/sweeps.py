@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tabulate import tabulate
 
@@ -15,19 +15,6 @@ from zerofx.errors import ConfigError, MemoryLimitError
 
 # Differences below this share of a step say nothing: that is how far predictions may be off.
 _ALIKE = 0.02
-
-
-class Planned(Protocol):
-    """What a plan says, as far as a table of plans shows it."""
-
-    seconds: float
-    exposed_s: float
-    tokens_per_s: float
-    mfu: float
-    traffic_bytes: dict[str, int]
-
-    @property
-    def total_peak_bytes(self) -> int: ...
 
 
 # Plans with some settings changed; raises MemoryLimitError as planning does.
@@ -46,7 +33,7 @@ class Row:
     def cells(self) -> list[str]:
         if self.plan is None:
             return ["", "", "", "", "", self.problem]
-        found: Planned = self.plan
+        found = self.plan
         sent = sum(found.traffic_bytes.values())
         figures = [f"{found.seconds:.4g}", f"{found.exposed_s:.3g}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}"]
         return [*figures, _gb(found.total_peak_bytes), self.problem or _gb(sent)]
@@ -198,11 +185,11 @@ def _judged(row: Row, chosen: Row, budget: int) -> Row:
     if not _fits(row, budget):
         kind, size = _largest(row)[0]
         over = row.plan.total_peak_bytes - budget
-        return Row(row.settings, row.plan, f"{_gb(over)} GB too much; {_gb(size)} GB are {kind}")
+        return replace(row, problem=f"{_gb(over)} GB too much; {_gb(size)} GB are {kind}")
     if row is chosen:
-        return Row(row.settings, row.plan, "chosen")
+        return replace(row, problem="chosen")
     slower = row.plan.seconds / chosen.plan.seconds - 1
-    return Row(row.settings, row.plan, f"{slower:.1%} slower" if slower > _ALIKE else "as fast, holds more")
+    return replace(row, problem=f"{slower:.1%} slower" if slower > _ALIKE else "as fast, holds more")
 
 
 def _why(chosen: Row, fitting: Sequence[Row], tried: Sequence[Row], budget: int) -> str:

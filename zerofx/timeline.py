@@ -18,6 +18,7 @@ from zerofx.params import Param, block_of
 from zerofx.program import Mark, Program, arguments
 from zerofx.render import module_of
 from zerofx.simulate import Kind, Task
+from zerofx.slots import transfer_of
 from zerofx.steps import Step
 
 _functional = torch.ops._c10d_functional
@@ -78,15 +79,9 @@ def _event(node: Node, launched: dict[Node, str], program: Program, hardware: Ha
 
 def _part(name: str, kind: str, size_bytes: float, program: Program, mark: Mark, hardware: Hardware) -> Task:
     """Return the launch of one of a bucket's collectives, with its share of what they take together."""
-    params, group = [program.params[index] for index in mark.params], program.group
-    gathers = mark.kind.startswith("gather")
-    sent = wire.messages(
-        params, group, "all_gather" if gathers else group.transport.reduce, None if gathers else program.config.reduce_dtype
-    )
-    messages = list(sent)
-    share = size_bytes / sum(size for _, size in messages)
-    steals_s = wire.driving_s([(kind, size_bytes)], group, hardware)
-    return Task(name, Kind.LAUNCH, share * wire.bucket_s(messages, group, hardware), name, _QUEUE, steals_s)
+    bucket = transfer_of(program, mark, hardware)
+    steals_s = wire.driving_s([(kind, size_bytes)], program.group, hardware)
+    return Task(name, Kind.LAUNCH, bucket.seconds * size_bytes / bucket.total_bytes, name, _QUEUE, steals_s)
 
 
 def refreshes(params: Sequence[Param], buckets: Sequence[Sequence[int]], group: Group, hardware: Hardware) -> Iterator[Task]:

@@ -70,13 +70,14 @@ def _exchange_s(total_bytes: float, world_size: int, hardware: Hardware) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a bucket costs: seconds from its start, on idle links, until all has arrived, and seconds of the processor.
+    """What a bucket costs: seconds from its start, on idle links, until all has arrived, bytes that travel, and seconds of the processor.
 
     ``driving_s`` are those that sending takes meanwhile; ``copying_s`` those of casting, packing and unpacking around it, and for a
     reduction of adding up what arrives, and averaging.
     """
 
     seconds: float = 0.0
+    total_bytes: float = 0.0
     driving_s: float = 0.0
     copying_s: float = 0.0
 
@@ -113,7 +114,8 @@ def reduction(params: Sequence[Param], group: Group, hardware: Hardware, dtype: 
 
 def _transfer(messages: list[tuple[str, float]], copied_bytes: int, kernels: int, group: Group, hardware: Hardware) -> Transfer:
     copying_s = copied_bytes / hardware.memory_bytes_per_s + kernels * hardware.launch_s
-    return Transfer(bucket_s(messages, group, hardware), driving_s(messages, group, hardware), copying_s)
+    total = sum(size for _, size in messages)
+    return Transfer(_bucket_s(messages, group, hardware), total, driving_s(messages, group, hardware), copying_s)
 
 
 def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
@@ -127,7 +129,7 @@ def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtyp
             yield "all_reduce", size
 
 
-def bucket_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Hardware) -> float:
+def _bucket_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Hardware) -> float:
     """Return the seconds of a bucket's collectives, by kind and bytes, on idle links: together on gloo, in turn on NCCL."""
     if not group.transport.is_concurrent:
         return sum(collective_s(kind, size, group.size, hardware) for kind, size in messages)
