@@ -12,7 +12,7 @@ from zerofx.pipeline import Pipeline
 
 STAGES = {
     0: Pipeline(Unshard(), Reduce(), Bucket(), Schedule(), Lower()),
-    1: Pipeline(Unshard(), Refresh(), Reduce(), Bucket(), Schedule(), Lower()),
-    2: Pipeline(Unshard(), Refresh(), Reduce(), Bucket(), Schedule(), Lower()),
-    3: Pipeline(Unshard(), Recompute(), Release(), Reduce(), Bucket(), Schedule(), Lower()),
+    1: Pipeline(Unshard(), Reduce(), Refresh(), Bucket(), Schedule(), Lower()),
+    2: Pipeline(Unshard(), Reduce(), Refresh(), Bucket(), Schedule(), Lower()),
+    3: Pipeline(Unshard(), Recompute(), Release(), Reduce(), Refresh(), Bucket(), Schedule(), Lower()),
 }

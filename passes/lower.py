@@ -83,7 +83,7 @@ class _Recorder:
     def insert(self, place: Node, kind: str, params: tuple[Param, ...], sources: list[Node]) -> list[Node]:
         """Insert, before a node, what an event of a kind does to the values of some nodes; return its results."""
         values = [node.meta["val"] for node in sources]
-        geometry = tuple((param.shape, param.dim, param.dtype, param.compute_dtype) for param in params)
+        geometry = tuple((param.shape, param.dim, param.dtype, param.compute_dtype, param.whole_dtype) for param in params)
         key = kind, geometry, tuple((value.shape, value.stride(), value.dtype) for value in values)
         if key not in self._recordings:
             self._recordings[key] = _record(self._function(kind, params), values, self._decompositions)

@@ -1,4 +1,4 @@
-"""Refresh: at stages 1 and 2, wait for updated parameters where they are first used."""
+"""Refresh: wait for updated parameters that stay whole where they are first used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Refresh:
     """
 
     takes: ClassVar[Level] = Level.UNSHARDED
-    gives: ClassVar[Level] = Level.RELEASED
+    gives: ClassVar[Level] = Level.REDUCED
 
     def plan(self, program: Program) -> tuple[Arrival, ...]:
         """Find each bucket's first use in a forward."""

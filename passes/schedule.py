@@ -70,7 +70,7 @@ class Schedule:
 def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> MemoryLimitError:
     """Build the error for a limit that cannot be met; it names the smallest that can and what sets it."""
     where = program.phase.value
-    whole_bytes, buffer_bytes = memory.kept_bytes(program.params, program.config.stage), memory.arriving_bytes(program)
+    whole_bytes, buffer_bytes = memory.kept_bytes(program.params), memory.arriving_bytes(program)
     worst = max(memory.live(program), key=lambda event: event.total_bytes, default=None)
     if worst is not None and worst.total_bytes > whole_bytes + buffer_bytes:
         whole_bytes, buffer_bytes = worst.whole_bytes, worst.buffer_bytes

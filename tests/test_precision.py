@@ -12,6 +12,8 @@ import zerofx
 from tests.ranks import Pool
 from tests.reference import named_differences, whole_gradients, whole_parameters
 from tests.stages import STAGES, at_stage
+from zerofx.config import Config
+from zerofx.traffic import TrafficCounter
 
 
 class Classifier(nn.Module):
@@ -90,3 +92,50 @@ def test_inductor_is_as_near_as_bfloat16_is(ranks: Pool) -> None:
 )
 def test_bitwise_equal_to_a_plain_bfloat16_model(ranks: Pool, backend: str, policy: dict[str, Any]) -> None:
     assert ranks.run(train_in_bfloat16, 2, backend, policy) == [[]] * 2
+
+
+class Autocast(nn.Module):
+    """Linear layers under autocast, of which one weight is also read as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.scale = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.inner:
+                x = torch.tanh(layer(x))
+            x = self.scale(x)
+        return (x.float() * self.scale.weight.mean()).square().mean()
+
+
+def train_under_autocast(rank: int, world: int, backend: str) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    torch.manual_seed(0)
+    plain, x = Autocast(), torch.randn(8, 48)
+    model = zerofx.compile(copy.deepcopy(plain), config=Config(stage=3, backend=backend, prefetch_buckets=0))
+    found: list[str] = []
+    for step in range(2):
+        model.zero_grad()
+        with TrafficCounter(world) as counter:
+            actual = model(x)
+            actual.backward()
+        plain.zero_grad()
+        expected = plain(x)
+        expected.backward()
+        found += [] if torch.equal(actual, expected) else [f"step {step}: loss {actual} is not {expected}"]
+        found += named_differences(f"step {step}: gradient of", whole_gradients(model), whole_gradients(plain))
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), 0.1).step()
+    return found, counter.sent_bytes, zerofx.schedule(model).traffic_bytes
+
+
+def test_autocast_gathers_in_the_narrow_dtype(ranks: Pool) -> None:
+    for differences, sent, predicted in ranks.run(train_under_autocast, 2, "aot_eager"):
+        assert differences == []
+        assert sent == predicted
+        # forward: three weights and four biases in two bytes, the weight that is also read as it is in four; it stays for the
+        # backward, which gathers two weights again: nothing needs the first's
+        narrow, wide, again = 2 * 48 * (3 * 48 + 4), 4 * 48 * 48, 2 * 2 * 48 * 48
+        assert sent["all_gather"] == (narrow + wide + again) // 2
+        assert sent["reduce_scatter"] == 4 * (4 * 48 * 49) // 2

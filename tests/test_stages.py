@@ -250,6 +250,17 @@ def test_scenario_is_bitwise_equal_to_one_process(ranks: Pool, scenario: Scenari
             assert record_differences(list(records), expected) == [], f"world {world}, stage {stage}"
 
 
+@pytest.mark.parametrize("settings", [{"backend": "aot_eager"}, {"backend": "hooks", "hooks": TIGHT}], ids=["compiled", "hooks"])
+def test_parameters_that_stay_whole_change_nothing(ranks: Pool, settings: dict[str, Any]) -> None:
+    for scenario in (accumulate_by_plain_backwards, evaluate_between_forward_and_backward, edit_parameters_in_place):
+        for world, case in ((2, FROZEN), (3, TIED_MLP)):
+            expected = Record()
+            scenario(Run(case.model(), case), expected)
+            half = sum(param.nbytes for param in case.model().parameters()) // 2
+            by_rank = ranks.run(records_at_stages, world, case.name, scenario, (3,), {**settings, "keep_whole_bytes": half})
+            assert record_differences([records[0] for records in by_rank], expected) == [], f"{scenario.__name__}, world {world}"
+
+
 def train_at_changing_stages(rank: int, world: int) -> list[list[Tensor]]:
     """Train two models at different stages in turn, step by step."""
     models = [compiled(TIED_MLP, stage) for stage in STAGES]

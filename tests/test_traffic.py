@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import zerofx
 from tests.ranks import Pool
 from tests.stages import STAGES, at_stage
+from zerofx.config import Config
 from zerofx.program import Program
 from zerofx.regions import is_boundary
 from zerofx.traffic import TrafficCounter
@@ -113,6 +114,29 @@ def _runs(stage: int, micro_batches: int, phases: set[str]) -> dict[str, int]:
         return {"forward": micro_batches, "backward": micro_batches}
     assert phases == {"forward", "backward", "backward, keep", "backward, reduce_kept"}
     return {"forward": micro_batches, "backward, keep": micro_batches - 1, "backward, reduce_kept": 1}
+
+
+def _with_whole(rank: int, world: int, backend: str, keep_whole_bytes: int) -> tuple[object, object, int]:
+    torch.manual_seed(0)
+    model = zerofx.compile(_model(), config=Config(stage=3, backend=backend, keep_whole_bytes=keep_whole_bytes))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    _optimizer_step(model, optimizer, 4, hold=False)
+    with TrafficCounter(world) as counter:
+        _optimizer_step(model, optimizer, 4, hold=False)
+    return counter.sent_bytes, zerofx.schedule(model).traffic_bytes, zerofx.schedule(model).peak_whole_bytes
+
+
+def test_parameters_that_stay_whole_are_gathered_once_in_a_step(ranks: Pool) -> None:
+    most = 4 * 2 * (_WIDTH + 1) * _WIDTH  # the first two layers
+    for sent, predicted, peak_bytes in ranks.run(_with_whole, 2, "aot_eager", most + 100):
+        options = {"world_size": 2, "stage": 3, "backend": "aot_eager", "micro_batches": 4}
+        plans = {size: zerofx.plan(_model(), (torch.randn(4, _WIDTH),), keep_whole_bytes=size, **options) for size in (0, most)}
+        assert sent == plans[most].traffic_bytes
+        # the second layer's weight is read in four forwards and four backwards, the others of the two in four forwards
+        saved = 3 * most + 4 * 4 * _WIDTH * _WIDTH
+        assert plans[0].traffic_bytes["all_gather"] - sent["all_gather"] == saved // 2
+        assert predicted["all_gather"] == plans[most].schedule.traffic_bytes["all_gather"]
+        assert peak_bytes == plans[most].schedule.peak_whole_bytes
 
 
 def _eval_moves_nothing(rank: int, world: int) -> list[int]:

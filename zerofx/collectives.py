@@ -27,7 +27,7 @@ def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:
     """
     transport = group.transport
     alone: list[int] = []
-    packed: dict[tuple[bool, torch.dtype, torch.dtype], list[int]] = {}
+    packed: dict[tuple[bool, *tuple[torch.dtype, ...]], list[int]] = {}
     for position, param in enumerate(params):
         if param.dim == 0 and param.whole_bytes >= transport.alone_bytes:
             alone.append(position)
@@ -42,8 +42,8 @@ def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:
     return [*([position] for position in alone), *packed.values()]
 
 
-def _kind(param: Param) -> tuple[bool, torch.dtype, torch.dtype]:
-    return param.dim is None, param.compute_dtype, param.dtype
+def _kind(param: Param) -> tuple[bool, *tuple[torch.dtype, ...]]:
+    return param.dim is None, param.whole_dtype, param.compute_dtype, param.dtype
 
 
 def is_alone(chunk: Sequence[int], params: Sequence[Param]) -> bool:
@@ -67,7 +67,7 @@ def gather_start(shards: Sequence[Tensor], params: Sequence[Param], group: Group
     """Launch the all-gather of padded shards; return one buffer per collective, valid after ``gather_wait``."""
     buffers = []
     for chunk in chunks(params, group):
-        cast = [shards[position].to(params[position].compute_dtype) for position in chunk]
+        cast = [shards[position].to(params[position].whole_dtype) for position in chunk]
         packed = cast[0] if is_alone(chunk, params) else _cat([shard.reshape(-1) for shard in cast], 0)
         if params[chunk[0]].dim is None:
             buffers.append(packed)

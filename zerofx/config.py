@@ -67,7 +67,9 @@ class Config:
     The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
     communication buffers in flight on one rank. Below it, whole parameters may take what is in use at once and
     ``prefetch_buckets`` of the largest bucket ahead of use, and gradients in flight ``reduces_in_flight`` of theirs (in the eager
-    mode: so many buckets); 0 overlaps nothing. ``hardware`` are the figures that the schedule goes by, or the name of a machine.
+    mode: so many buckets); 0 overlaps nothing. At stage 3, blocks of parameters, from the first, of at most ``keep_whole_bytes`` stay
+    whole until an optimizer changes them, so that only the first of several micro-batches gathers them. ``hardware`` are the figures
+    that the schedule goes by, or the name of a machine.
     """
 
     stage: int = 3
@@ -81,6 +83,7 @@ class Config:
     bucket_min_bytes: int = 128 * 2**10
     prefetch_buckets: int = 1
     reduces_in_flight: int = 2
+    keep_whole_bytes: int = 0
     whole_graph: bool = False
     hardware: Hardware | str | None = None
     hooks: HookLimits = HookLimits()
@@ -134,5 +137,5 @@ class Config:
                 why="there is no graph that passes could rewrite, or that a schedule could be proved on",
                 remedy="bound the eager mode by Config(hooks=HookLimits(...)), or compile",
             )
-        for field in ("bucket_max_bytes", "bucket_min_bytes", "prefetch_buckets", "reduces_in_flight"):
+        for field in ("bucket_max_bytes", "bucket_min_bytes", "prefetch_buckets", "reduces_in_flight", "keep_whole_bytes"):
             _check_count(getattr(self, field), f"zerofx.Config({field}=...)")

@@ -70,7 +70,7 @@ class Coordinator:
     ) -> None:
         self._limits, self._group, self._params = config.hooks, group, params
         self._versions, self._local_shard, self._log = versions, local_shard, log
-        sharded = [param for param in params if config.stage == 3 and param.dim is not None]
+        sharded = [param for param in params if param.dim is not None and not param.stays]
         self._wholes = {param.index: Whole(param, _torch.local_tensor(tensors[param.index]).device) for param in sharded}
         self._numel = [math.prod(param.padded_shape) for param in params]
         threshold = self._limits.persistence_threshold_elements

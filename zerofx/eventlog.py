@@ -31,7 +31,7 @@ class EventLog:
         self._config, self._group, self._params = config, group, params
         self._labels: dict[tuple[int, ...], str] = {}
         self._in_flight: tuple[str, ...] = ()
-        self._whole_bytes = memory.kept_bytes(params, config.stage)
+        self._whole_bytes = memory.kept_bytes(params)
         self._buffer_bytes = 0
         self._blocks: dict[str, None] = {}
         self._step = Step(Tally(group, config))

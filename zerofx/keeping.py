@@ -41,7 +41,7 @@ def worth_keeping(program: Program, kept: Sequence[int], hardware: Hardware, lim
     blocks, seconds = _backward(program, hardware)
     staying = set(kept)
     most = max((block.size_bytes for block in blocks), default=0)
-    standing = memory.kept_bytes(program.params, program.config.stage)
+    standing = memory.kept_bytes(program.params)
     open_blocks = [block for block in blocks if not staying.issuperset(block.params)]
     waits = _exposed_s(program, blocks, seconds, staying, limit_bytes)
     while open_blocks:
@@ -63,7 +63,7 @@ def _exposed_s(program: Program, blocks: Sequence[_Block], seconds: Sequence[flo
     """Return the seconds that the backward waits at each slot where it uses a gather; infinite where what is kept leaves no room."""
     ahead, slots = program.config.prefetch_buckets, len(seconds)
     change = [0] * (slots + 1)
-    change[0] = memory.kept_bytes(program.params, program.config.stage)
+    change[0] = memory.kept_bytes(program.params)
     gathers, reductions = list[Gather](), list[Reduction]()
     for block in blocks:
         missing = sum(program.params[index].whole_bytes for index in block.params if index not in kept)

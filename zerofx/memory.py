@@ -34,9 +34,8 @@ def packed_bytes(params: Sequence[Param], group: Group) -> int:
 
 
 def moved_bytes(kind: str, params: Sequence[Param], config: Config) -> int:
-    """Bytes of the whole tensors that a bucket moves: in the compute dtype, or in that of reductions."""
-    narrow = config.reduce_dtype if kind.startswith("reduce") else None
-    return sum(param.bytes_in(narrow) for param in params)
+    """Bytes of the whole tensors that a bucket moves: in the dtype of gathers, or in that of reductions."""
+    return sum(param.bytes_in(config.reduce_dtype) if kind.startswith("reduce") else param.whole_bytes for param in params)
 
 
 def reduce_bytes(params: Sequence[Param], group: Group, config: Config) -> int:
@@ -55,14 +54,14 @@ def bucket_bytes(program: Program, mark: Mark) -> int:
     return reduce_bytes(params, program.group, program.config)
 
 
-def kept_bytes(params: Sequence[Param], stage: int) -> int:
-    """Bytes of the whole parameters that stay: all of them below stage 3, and those too small to shard."""
-    return sum(param.whole_bytes for param in params if stage < 3 or param.dim is None)
+def kept_bytes(params: Sequence[Param]) -> int:
+    """Bytes of the whole parameters that stay between steps, and of those too small to shard."""
+    return sum(param.whole_bytes for param in params if param.stays or param.dim is None)
 
 
 def standing_bytes(program: Program) -> int:
     """Bytes that a program holds at least: what stays whole, and what arrives beside it."""
-    return kept_bytes(program.params, program.config.stage) + arriving_bytes(program)
+    return kept_bytes(program.params) + arriving_bytes(program)
 
 
 def arriving_bytes(program: Program) -> int:
@@ -74,7 +73,7 @@ def arriving_bytes(program: Program) -> int:
 
 def live(program: Program) -> list[Live]:
     """Walk a bucketed program and return the bytes alive after each of its events, in order."""
-    whole, buffers, found = kept_bytes(program.params, program.config.stage), 0, []
+    whole, buffers, found = kept_bytes(program.params), 0, []
     for node, mark in program.marked("gather", "gather_start", "gather_wait", "release", "reduce_start", "reduce_wait"):
         if mark.kind == "gather_wait":
             params = [program.params[index] for index in mark.params]

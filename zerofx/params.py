@@ -24,7 +24,11 @@ def choose_dim(shape: tuple[int, ...], world_size: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of the model: its names, logical shape, and how it is cut. Equal on all ranks."""
+    """One parameter of the model: its names, logical shape, and how it is cut. Equal on all ranks.
+
+    Of one that ``stays``, a whole copy outlives the step, and is gathered again when its shards changed. ``gather_dtype`` is what a
+    graph gathers that reads it in that dtype only (None: the compute dtype, which is also that of its gradient).
+    """
 
     index: int
     names: tuple[str, ...]
@@ -33,6 +37,8 @@ class Param:
     compute_dtype: torch.dtype
     world_size: int
     dim: int | None
+    stays: bool = False
+    gather_dtype: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -61,9 +67,14 @@ class Param:
         return math.prod(self.shard_shape)
 
     @property
+    def whole_dtype(self) -> torch.dtype:
+        """The dtype that is gathered."""
+        return self.gather_dtype or self.compute_dtype
+
+    @property
     def whole_bytes(self) -> int:
-        """Bytes of the whole compute copy, padding included."""
-        return self.bytes_in(None)
+        """Bytes of the whole copy, padding included."""
+        return self.bytes_in(self.whole_dtype)
 
     def bytes_in(self, dtype: torch.dtype | None) -> int:
         """Return the bytes of the whole, padding included, in the dtype that travels; None is the compute dtype."""

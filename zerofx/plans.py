@@ -247,9 +247,9 @@ def language_model(given: float | Path, shape: tuple[int, int], *, precision: st
 
 
 def _traffic_bytes(schedule: Schedule, micro_batches: int) -> dict[str, int]:
-    """Return what a rank sends in an optimizer step: each micro-batch gathers at stage 3, and reduces from stage 2 on."""
-    repeated = {3: schedule.traffic_bytes.keys(), 2: {"reduce_scatter", "all_reduce"}}.get(schedule.stage, set())
-    return {kind: size * (micro_batches if kind in repeated else 1) for kind, size in schedule.traffic_bytes.items()}
+    """Return what a rank sends in an optimizer step: each micro-batch gathers what does not stay, and reduces from stage 2 on."""
+    once = dict(schedule.traffic_bytes) if schedule.stage < 2 else {"all_gather": schedule.refresh_bytes}
+    return {kind: once.get(kind, 0) + micro_batches * (size - once.get(kind, 0)) for kind, size in schedule.traffic_bytes.items()}
 
 
 def _optimizer_states(optimizer: str) -> int:

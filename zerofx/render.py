@@ -27,12 +27,16 @@ _MIB = 2**20
 
 
 class Tally:
-    """What each rank sends in a step, in bytes and in buckets, by kind of collective."""
+    """What each rank sends in a step, in bytes and in buckets, by kind of collective.
+
+    ``refresh_bytes`` of what is gathered move only when an optimizer changed the shards.
+    """
 
     def __init__(self, group: Group, config: Config) -> None:
         self._group, self._config = group, config
         self.traffic_bytes = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
         self.collective_counts = dict.fromkeys(self.traffic_bytes, 0)
+        self.refresh_bytes = 0
 
     def add(self, kind: str, params: Sequence[Param]) -> None:
         """Count one bucket: a gather, a refresh or a reduce."""
@@ -41,6 +45,7 @@ class Tally:
         replicated = memory.moved_bytes(kind, [param for param in params if param.dim is None], self._config)
         if sharded:
             self.traffic_bytes[_COLLECTIVES[kind]] += sharded * (ranks - 1) // ranks
+            self.refresh_bytes += sharded * (ranks - 1) // ranks if kind == "refresh" else 0
             self.collective_counts[_COLLECTIVES[kind]] += 1
         if replicated and kind == "reduce" and ranks > 1:
             self.traffic_bytes["all_reduce"] += 2 * replicated * (ranks - 1) // ranks
@@ -65,6 +70,7 @@ class Schedule:
     memory_limit_bytes: int | None
     traffic_bytes: dict[str, int]
     collective_counts: dict[str, int]
+    refresh_bytes: int = 0
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     alive_bytes: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
@@ -81,7 +87,7 @@ class Schedule:
         for program in programs:
             events.extend(_events(program))
             for _, mark in program.marked("gather_start", "reduce_start"):
-                tally.add(mark.kind.removesuffix("_start"), [params[index] for index in mark.params])
+                tally.add(mark.kind.removesuffix("_start"), [program.params[index] for index in mark.params])
             for state in memory.live(program):
                 whole, total = max(whole, state.whole_bytes), max(total, state.total_bytes)
         return Schedule.of_step(events, tally, whole, total, params, group, config)
@@ -109,6 +115,7 @@ class Schedule:
             config.memory_limit_bytes,
             tally.traffic_bytes,
             tally.collective_counts,
+            tally.refresh_bytes,
         )
 
     def __str__(self) -> str:
@@ -183,7 +190,7 @@ def _events(program: Program) -> Iterator[Event]:
     """Walk a scheduled program: launches and waits are events; so is the compute between two of them, and what it releases."""
     phase = program.phase.value
     alive = {state.node: state.whole_bytes for state in memory.live(program)}
-    whole = memory.kept_bytes(program.params, program.config.stage) + sum(
+    whole = memory.kept_bytes(program.params) + sum(
         program.params[mark.params[0]].whole_bytes for node, mark in program.marked("gather") if node.op == "placeholder"
     )
     in_flight: list[str] = []

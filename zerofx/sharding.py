@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zerofx.config import Config
 from zerofx.groups import Group
 from zerofx.module import Binding, bind
-from zerofx.params import Param, choose_dim
+from zerofx.params import Param, block_of, choose_dim
 from zerofx.runtime import Runtime, placement_of
 
 
@@ -26,7 +28,23 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def params_of(names: dict[nn.Parameter, list[str]], settings: Config, group: Group) -> tuple[Param, ...]:
     """Return the parameter table: how each is cut over the ranks."""
-    return tuple(_param(index, tensor, tuple(found), settings, group) for index, (tensor, found) in enumerate(names.items()))
+    cut = [_param(index, tensor, tuple(found), settings, group) for index, (tensor, found) in enumerate(names.items())]
+    if settings.stage < 3:
+        return tuple(replace(param, stays=True) for param in cut)
+    kept = _staying(cut, settings.keep_whole_bytes)
+    return tuple(replace(param, stays=param.index in kept) for param in cut)
+
+
+def _staying(params: list[Param], most_bytes: int) -> set[int]:
+    """Choose whole blocks, from the first: nothing computes before these are gathered, and in the backward they come last."""
+    kept, total = set[int](), 0
+    for _, block in itertools.groupby((param for param in params if param.dim is not None), key=lambda param: block_of(param.name)):
+        members = list(block)
+        total += sum(param.whole_bytes for param in members)
+        if total > most_bytes:
+            break
+        kept.update(param.index for param in members)
+    return kept
 
 
 def _param(index: int, tensor: nn.Parameter, names: tuple[str, ...], settings: Config, group: Group) -> Param:

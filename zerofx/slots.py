@@ -164,7 +164,7 @@ class _Whole:
         for node, mark in program.marked("release"):
             gone |= dict.fromkeys(mark.params, slot_of[node] + 1)
         change, arriving, released = ([0] * (count + 1) for _ in range(3))
-        change[0] = memory.kept_bytes(program.params, program.config.stage)
+        change[0] = memory.kept_bytes(program.params)
         for node, mark in program.marked("gather"):
             if node.op == "placeholder":
                 size = memory.bucket_bytes(program, mark)

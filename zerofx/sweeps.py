@@ -97,7 +97,8 @@ def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
     """Find the fastest setting whose peak stays within a memory, over stages, memory limits and micro-batches of the same batch.
 
     Each stage is planned with its default window first, stage 3 then with the limit of whole parameters and buffers that would fill
-    the memory, or the smallest that works. While nothing fits, the batch is halved. Raises ConfigError where nothing does at all.
+    the memory, or the smallest that works, and with parameters that stay whole between micro-batches. While nothing fits, the batch
+    is halved. Raises ConfigError where nothing does at all.
     """
     budget = parse_bytes(memory, "memory")
     if budget is None:
@@ -139,12 +140,15 @@ def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
 def _within(planner: Planner, budget: int, settings: dict[str, Any]) -> Iterator[Row]:
     """Yield a setting with its default window; then with a limit, lower where that is too large, higher where memory is left.
 
-    Below stage 3 the limit counts all parameters, and takes nothing away but what is in flight.
+    Of several micro-batches, what is left may also keep parameters whole from one to the next. Below stage 3 the limit counts all
+    parameters, and takes nothing away but what is in flight.
     """
     row = _row(planner, settings)
     yield row
     if row.plan is None or settings["stage"] < 3:
         return
+    if row.plan.micro_batches > 1 and row.plan.total_peak_bytes < budget:
+        yield _row(planner, settings | {"keep_whole_bytes": budget - row.plan.total_peak_bytes})
     in_motion = row.plan.schedule.peak_total_bytes
     limit = in_motion - (row.plan.total_peak_bytes - budget)
     if limit <= 0 or limit == in_motion:

@@ -1,4 +1,4 @@
-"""Whole copies of parameters that outlive a step (stages 1 and 2), and the gathers that refresh them."""
+"""Whole copies of parameters that outlive a step, and the gathers that refresh them."""
 
 from __future__ import annotations
 
@@ -79,10 +79,8 @@ class WholeCopies:
         self._versions = [-1] * len(params)
 
     def _new_copies(self) -> list[Tensor | None]:
-        if self._config.stage not in (1, 2):
-            return [None] * len(self._params)
         return [
-            None if param.dim is None else collectives.new_whole(param, _torch.local_tensor(tensor).device)
+            collectives.new_whole(param, _torch.local_tensor(tensor).device) if param.stays and param.dim is not None else None
             for param, tensor in zip(self._params, self._tensors, strict=True)
         ]
 

@@ -87,9 +87,9 @@ def gather(params: Sequence[Param], group: Group, hardware: Hardware) -> Transfe
     copied = kernels = 0
     for chunk in chunks(params, group):
         members = [params[position] for position in chunk]
-        shards = sum(param.shard_numel * param.compute_dtype.itemsize for param in members)
-        copied += sum(param.shard_numel * param.dtype.itemsize for param in members if param.dtype is not param.compute_dtype)
-        copied += shards * any(param.dtype is not param.compute_dtype for param in members)
+        shards = sum(param.shard_numel * param.whole_dtype.itemsize for param in members)
+        copied += sum(param.shard_numel * param.dtype.itemsize for param in members if param.dtype is not param.whole_dtype)
+        copied += shards * any(param.dtype is not param.whole_dtype for param in members)
         copied += 2 * shards * (len(chunk) > 1)
         kernels += len(chunk) > 1
         if members[0].dim is not None and not arrives_whole(chunk, params, group):
@@ -119,9 +119,13 @@ def _transfer(messages: list[tuple[str, float]], copied_bytes: int, kernels: int
 
 
 def messages(params: Sequence[Param], group: Group, kind: str, dtype: torch.dtype | None) -> Iterator[tuple[str, float]]:
-    """Yield the collectives that carry a bucket: (kind, bytes of the whole). What is replicated is not gathered."""
+    """Yield the collectives that carry a bucket: (kind, bytes of the whole). What is replicated is not gathered.
+
+    ``dtype`` is that of reductions (None: the compute dtype).
+    """
     for chunk in chunks(params, group):
-        size = sum(params[position].bytes_in(dtype) for position in chunk)
+        members = [params[position] for position in chunk]
+        size = sum(param.whole_bytes if kind == "all_gather" else param.bytes_in(dtype) for param in members)
         if params[chunk[0]].dim is not None:
             count = pieces(chunk, params, group)
             yield from ((kind, size / count) for _ in range(count))
