@@ -15,6 +15,7 @@ from zerofx.errors import (
 if TYPE_CHECKING:
     from zerofx.api import compile, gathered, no_sync, schedule
     from zerofx.config import Config, HookLimits
+    from zerofx.construction import init
     from zerofx.estimates import Estimate, estimate
     from zerofx.plans import Plan, plan
     from zerofx.render import Schedule
@@ -35,6 +36,7 @@ __all__ = [
     "compile",
     "estimate",
     "gathered",
+    "init",
     "no_sync",
     "plan",
     "schedule",
@@ -47,6 +49,7 @@ _HOMES = {
     "Plan": "zerofx.plans",
     "Schedule": "zerofx.render",
     "estimate": "zerofx.estimates",
+    "init": "zerofx.construction",
     "plan": "zerofx.plans",
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,22 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 
 # Skips autograd's dispatch in code that is already a backward, or that AOTAutograd made a forward of.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run torch itself inside of modes' own code; they have no public switch for what they call in turn."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def dispatch_modes() -> list[Any]:
+    """Return the dispatch modes that are on, outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, RankMismatchError, ZerofxError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Group:
         return TRANSPORTS.get(self.backend, TRANSPORTS["gloo"])
 
 
-def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> tuple[DeviceMesh, Group]:
+def resolve_mesh(mesh: DeviceMesh | None, device_type: str, where: str = "zerofx.compile") -> tuple[DeviceMesh, Group]:
     """Return the mesh and group to shard over: the given mesh, the default process group, or this process alone.
 
     Raises ConfigError for a mesh that is not 1-D, or where WORLD_SIZE promises ranks that no process group joins.
@@ -69,9 +70,9 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> tuple[DeviceMesh,
         if expected > 1:
             raise ConfigError(
                 f"no process group, but WORLD_SIZE={expected}",
-                where="zerofx.compile",
+                where=where,
                 why="this process was started as one of several ranks, and each would train a model of its own",
-                remedy="call torch.distributed.init_process_group() before zerofx.compile",
+                remedy=f"call torch.distributed.init_process_group() before {where}",
             )
         alone = DeviceMesh(device_type, torch.zeros(1, dtype=torch.int), _init_backend=False, _rank=0)
         return alone, Group("", 1, 0, "")
@@ -80,25 +81,33 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> tuple[DeviceMesh,
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh={mesh!r} is not a DeviceMesh",
-            where="zerofx.compile(mesh=...)",
+            where=f"{where}(mesh=...)",
             why="the mesh says which ranks share the model",
             remedy="pass torch.distributed.device_mesh.init_device_mesh(device_type, (world_size,)), or nothing for all ranks",
         )
     if mesh.ndim != 1:
         raise ConfigError(
             f"the mesh has {mesh.ndim} dimensions {tuple(mesh.shape)}, zerofx shards over one",
-            where="zerofx.compile(mesh=...)",
+            where=f"{where}(mesh=...)",
             why="a parameter is cut along a single group of ranks",
             remedy='pass a 1-D DeviceMesh, or one dimension of yours: mesh["dp"]',
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}",
-            where="zerofx.compile(mesh=...)",
+            where=f"{where}(mesh=...)",
             why="a rank outside of the mesh holds no shard",
-            remedy="call zerofx.compile only on the ranks of the mesh, or pass a mesh of all ranks",
+            remedy=f"call {where} only on the ranks of the mesh, or pass a mesh of all ranks",
         )
     return mesh, group_of(mesh)
+
+
+def device_type() -> str:
+    """Return the device type of the default group's ranks, as far as torch knows it without a tensor."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return "cuda"
+    default = torch.get_default_device().type
+    return "cpu" if default == "meta" else default
 
 
 def group_of(mesh: DeviceMesh) -> Group:
@@ -123,6 +132,33 @@ def exchange(payload: Any, mesh: DeviceMesh, group: Group) -> list[Any]:
     gathered: list[Any] = [None] * group.size
     dist.all_gather_object(gathered, payload, group=mesh.get_group())
     return gathered
+
+
+def agree(
+    local: ZerofxError | None, described: Sequence[str], mesh: DeviceMesh, group: Group, *, doing: str, where: str, remedy: str
+) -> None:
+    """Let all ranks see whether any has an error, or describes what it does otherwise; then raise on all of them."""
+    answers = exchange((local, described), mesh, group)
+    if local is not None:
+        raise local
+    for rank, (error, _) in enumerate(answers):
+        if error is not None:
+            raise RankMismatchError(
+                f"rank {rank} cannot {doing}: {error.what}",
+                where=error.where,
+                why=error.why or "see the error of that rank",
+                remedy=error.remedy,
+            ) from error
+    for rank, (_, theirs) in enumerate(answers):
+        if theirs != answers[0][1]:
+            pairs = itertools.zip_longest(answers[0][1], theirs, fillvalue="nothing more")
+            here, there = next((here, there) for here, there in pairs if here != there)
+            raise RankMismatchError(
+                f"rank 0 and rank {rank} {doing} different things",
+                where=where,
+                why=f"rank 0 has {here}; rank {rank} has {there}",
+                remedy=remedy,
+            )
 
 
 def broadcast(tensors: Sequence[Tensor], mesh: DeviceMesh, group: Group) -> None:

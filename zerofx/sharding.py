@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zerofx import _torch
 from zerofx.config import Config
 from zerofx.groups import Group
 from zerofx.module import Binding, bind
@@ -66,12 +68,9 @@ def install(
     """Replace parameters by their shards and modules by their sharded classes, in place; ``kind`` is the mechanism that runs them."""
     index_of = {tensor: index for index, tensor in enumerate(names)}
     tensors = [_shard(tensor, param, mesh, group) for tensor, param in zip(names, params, strict=True)]
-    own: dict[nn.Module, dict[str, int]] = {}
-    for module in model.modules():
-        own[module] = {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None}
-        module._parameters.update({name: tensors[index] for name, index in own[module].items()})
-        for name, value in vars(module).items():
-            vars(module)[name] = _rebound(value, index_of, tensors)
+    modules = list(model.modules())
+    own = {module: {name: index_of[tensor] for name, tensor in module._parameters.items() if tensor is not None} for module in modules}
+    rebind(modules, dict(zip(names, tensors, strict=True)))
     state = kind(settings, mesh, group, params, tensors, tuple(model.named_modules()))
     inner = "submodule" if settings.backend == "hooks" else None
     for module, indices in own.items():
@@ -80,25 +79,43 @@ def install(
     state.watch()
 
 
-def _rebound(value: Any, index_of: dict[nn.Parameter, int], tensors: list[nn.Parameter]) -> Any:
-    """Replace parameters by their shards in the plain containers that a module keeps them in, so that none computes with a stale one."""
+def rebind(modules: Iterable[nn.Module], shards: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters wherever modules keep them, plain containers included, so that none computes with a stale one."""
+    for module in modules:
+        for name, value in vars(module).items():
+            vars(module)[name] = _rebound(value, shards)
+
+
+def _rebound(value: Any, shards: Mapping[nn.Parameter, nn.Parameter]) -> Any:
     if isinstance(value, nn.Parameter):
-        return tensors[index_of[value]] if value in index_of else value
+        return shards.get(value, value)
     if type(value) is list:
-        value[:] = [_rebound(item, index_of, tensors) for item in value]
+        value[:] = [_rebound(item, shards) for item in value]
     elif type(value) is dict:
-        value.update({key: _rebound(item, index_of, tensors) for key, item in value.items()})
+        value.update({key: _rebound(item, shards) for key, item in value.items()})
     elif type(value) is tuple:
-        return tuple(_rebound(item, index_of, tensors) for item in value)
+        return tuple(_rebound(item, shards) for item in value)
     return value
 
 
 def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -> nn.Parameter:
-    """Return this rank's shard of a parameter as a DTensor parameter, in storage of its own."""
-    local = tensor.detach()
-    if param.dim is not None:
-        local = local.narrow(param.dim, *param.rows(group.rank)).clone(memory_format=torch.contiguous_format)
+    """Return this rank's shard of a parameter as a DTensor parameter, in storage of its own; a DTensor keeps its shard."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local = _torch.local_tensor(tensor.redistribute(mesh, [placement_of(param)]))
+    else:
+        local = cut(tensor.detach(), param, group)
+        local = local if param.dim is None else local.clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(dtensor(local, param, mesh), requires_grad=tensor.requires_grad)
+
+
+def cut(whole: Tensor, param: Param, group: Group) -> Tensor:
+    """Return the rows of a whole parameter that are this rank's shard, as a view."""
+    return whole if param.dim is None else whole.narrow(param.dim, *param.rows(group.rank))
+
+
+def dtensor(local: Tensor, param: Param, mesh: DeviceMesh) -> DTensor:
+    """Wrap this rank's shard of a parameter."""
     stride = torch.empty(param.shape, device="meta").stride()
-    placements = [placement_of(param)]
-    sharded = DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=torch.Size(param.shape), stride=stride)
-    return nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+    shape = torch.Size(param.shape)
+    return DTensor.from_local(local.contiguous(), mesh, [placement_of(param)], run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,123 @@
+"""What can be sharded and compiled here: the checks before a model changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zerofx import _torch
+from zerofx.config import Config
+from zerofx.errors import CompilerError, ShardingError
+from zerofx.module import bindings
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """Check that a model can be sharded; return its device."""
+    where = f"zerofx.compile, {type(model).__name__}"
+    if not isinstance(model, nn.Module):
+        raise ShardingError(
+            f"{type(model).__name__} is not a torch.nn.Module",
+            where="zerofx.compile",
+            why="zerofx shards the parameters of a module, in place",
+            remedy="pass a module, not a function or the output of torch.compile on one",
+        )
+    named = list(model.named_parameters())
+    if any(True for _ in bindings(model)) or any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ShardingError(
+            "the model is sharded already",
+            where=where,
+            why="zerofx.compile shards in place, once",
+            remedy="build a new model, or keep using this one",
+        )
+    if not named:
+        raise ShardingError("the model has no parameters", where=where, why="there is nothing to shard", remedy="run it as it is")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShardingError(
+                f"{name or 'the model'} is a ScriptModule",
+                where=where,
+                why="its code is compiled already, and reads parameters that cannot be replaced by shards",
+                remedy="pass the module that it was scripted from",
+            )
+    check_memory(named, where)
+    tensors = [*named, *model.named_buffers()]
+    meta = [name for name, tensor in tensors if tensor.is_meta]
+    if meta and not all(tensor.is_meta for _, tensor in named):
+        raise ShardingError(
+            f"{meta[0]} is on the meta device" + (f" (and {len(meta) - 1} more)" if len(meta) > 1 else ""),
+            where=where,
+            why=f"{next(name for name, tensor in named if not tensor.is_meta)} has values, and a meta tensor has none to shard",
+            remedy="build the whole model on the meta device, or none of it",
+        )
+    first_name, first = named[0]
+    for name, tensor in tensors:
+        if tensor.device != first.device and not first.is_meta:
+            raise ShardingError(
+                f"{name} is on {tensor.device}, {first_name} is on {first.device}",
+                where=where,
+                why="the shards of one model live on one device per rank",
+                remedy=f"move the model to one device: model.to({str(first.device)!r})",
+            )
+    for name, tensor in named:
+        if tensor.is_complex():
+            raise ShardingError(
+                f"{name} is complex ({tensor.dtype})",
+                where=where,
+                why="collectives carry no complex numbers",
+                remedy="store it as a real tensor with a last dimension of 2, and use torch.view_as_complex in forward",
+            )
+        if tensor.layout is not torch.strided or isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise ShardingError(
+                f"{name} is no ordinary dense tensor",
+                where=where,
+                why="a lazy, sparse or quantised tensor has no rows to cut",
+                remedy="run a lazy module once, or store a dense tensor, before zerofx.compile",
+            )
+    return first.device
+
+
+def check_memory(named: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Check that no two parameters lie in the same memory."""
+    owners: dict[tuple[int, int], str] = {}
+    for name, param in named:
+        if param.layout is torch.strided and param.numel() and not param.is_meta and type(param) is nn.Parameter:
+            # a storage without bytes has no address
+            other = owners.setdefault((param.data_ptr() or id(param.untyped_storage()), param.numel()), name)
+            if other != name:
+                raise ShardingError(
+                    f"{other} and {name} are two parameters in the same memory",
+                    where=where,
+                    why="each would get a shard and an optimizer state of its own, and they would no longer be tied",
+                    remedy="tie them as one parameter (b.weight = a.weight) before zerofx.compile",
+                )
+
+
+def mesh_of(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the mesh that a model's parameters are sharded over already, else the given one."""
+    for name, tensor in model.named_parameters():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh if mesh is None else mesh
+            if tensor.device_mesh != mesh:
+                raise ShardingError(
+                    f"{name} is sharded over {tensor.device_mesh}, the rest over {mesh}",
+                    where=f"zerofx.compile, {type(model).__name__}",
+                    why="the ranks of one mesh share a model",
+                    remedy="pass the same mesh to zerofx.init and zerofx.compile, or pass none to zerofx.compile",
+                )
+    return mesh
+
+
+def check_compiler(settings: Config, device: torch.device) -> None:
+    complaint = _torch.check_cxx_compiler() if settings.backend == "inductor" and device.type == "cpu" else None
+    if complaint is not None:
+        raise CompilerError(
+            "Inductor finds no C++ compiler",
+            where='zerofx.compile(backend="inductor")',
+            why=complaint.splitlines()[0],
+            remedy='install g++ (or set CXX), or pass backend="aot_eager"',
+        )

@@ -1,0 +1,285 @@
+"""Build a model of which no rank ever holds more than its shards and the parameter that is being worked on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofx import _torch, groups, sharding
+from zerofx.checks import check_memory
+from zerofx.errors import ConfigError, ShardingError, ZerofxError
+from zerofx.groups import Group
+from zerofx.module import binding_of
+from zerofx.params import Param, choose_dim
+from zerofx.storages import Held, Storages, checksum
+
+# In-place operators that read nothing of what they write.
+_OVERWRITES = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+        *("copy_", "fill_", "zero_"),
+    )
+)
+# These read nothing; torch makes other views only of memory that is there.
+_ALIASES = frozenset((torch.ops.aten.alias, torch.ops.aten.detach, torch.ops.aten.view))
+# What reaches a tensor's memory without an operator.
+_ADDRESSES: frozenset[Any] = frozenset(
+    (
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor._typed_storage,
+        Tensor.data_ptr,
+        Tensor.is_shared,
+        Tensor.numpy,
+        Tensor.share_memory_,
+        Tensor.storage,
+        Tensor.tolist,
+        Tensor.untyped_storage,
+    )
+)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> Iterator[None]:
+    """Build modules inside, each parameter sharded as it is built; after it they hold DTensors, for ``zerofx.compile``.
+
+    Constructors and initialisations see ordinary whole parameters, one at a time, and draw the numbers that they would draw
+    without this context. All ranks run the same code with the same seed. An operator on another parameter than the last one gathers
+    it, unless it overwrites it. ``model``: one that exists already, compiled or not, whose parameters are filled inside, as after
+    ``zerofx.compile`` on the meta device. ``mesh``: as for ``zerofx.compile``; by default the model's, or all ranks.
+
+    Whole until the end are parameters that share their storage or are not contiguous, those whose address was taken (``numpy()``,
+    ``data_ptr()``), and copies of modules (``copy.deepcopy``) until they become part of another.
+
+    Raises ConfigError for a bad mesh or inside another ``zerofx.init``; at the end RankMismatchError where the ranks built different
+    values, ShardingError where something beside the modules still holds a parameter or a view of it. Both on every rank.
+    """
+    if any(isinstance(mode, _Operators) for mode in _torch.dispatch_modes()):
+        raise ConfigError(
+            "zerofx.init is entered twice",
+            where="zerofx.init, inside another zerofx.init",
+            why="each would free the memory that the other works on",
+            remedy="enter it once, around the construction of the whole model",
+        )
+    binding = None if model is None else binding_of(model)
+    mesh = binding.runtime.mesh if binding is not None else mesh
+    mesh, group = groups.resolve_mesh(mesh, groups.device_type(), where="zerofx.init")
+    site = _Site(mesh, group)
+    if model is not None:
+        site.enter(model)
+    try:
+        with site.watching():
+            yield
+    except Exception as error:
+        site.abandon()
+        failed = ShardingError(f"{type(error).__name__} inside zerofx.init", where="zerofx.init", why=str(error), remedy="see that rank")
+        groups.exchange((failed, []), mesh, group)
+        raise
+    site.finish()
+
+
+class _Site:
+    """Where modules are built: their storages, and what the modules will hold in the end."""
+
+    def __init__(self, mesh: DeviceMesh, group: Group) -> None:
+        self._mesh, self._group = mesh, group
+        self._storages = Storages(mesh, group)
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._compiled: dict[nn.Parameter, nn.Parameter] = {}  # whole stand-ins of parameters that are shards already
+
+    def enter(self, model: nn.Module) -> None:
+        """Let the parameters of an existing model be filled: shards by whole stand-ins."""
+        self._saw(model)
+        wholes: dict[nn.Parameter, nn.Parameter] = {}
+        for tensor in model.parameters():
+            if isinstance(tensor, DTensor) and not tensor.is_meta:
+                shape = tuple(tensor.shape)
+                param = Param(0, (), shape, tensor.dtype, tensor.dtype, self._group.size, _sharded_dim(tensor))
+                wholes[tensor] = self._storages.stand_in(_torch.local_tensor(tensor), param)
+        self._compiled = {whole: tensor for tensor, whole in wholes.items()}
+        sharding.rebind(model.modules(), wholes)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See every module and parameter that is registered, and every operator on one, in this process."""
+
+        def saw_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+            self._modules[module] = None
+            with _torch.without_modes():
+                self._storages.add(parameter)
+
+        def saw_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+            self._modules[module] = None
+            if submodule is not None:
+                with _torch.without_modes():
+                    self._saw(submodule)
+
+        with ExitStack() as stack:
+            stack.callback(register_module_parameter_registration_hook(saw_parameter).remove)
+            stack.callback(register_module_module_registration_hook(saw_module).remove)
+            stack.enter_context(_Operators(self._storages))
+            stack.enter_context(_Addresses(self._storages))
+            yield
+
+    def _saw(self, module: nn.Module) -> None:
+        self._modules[module] = None
+        for parameter in module.parameters():
+            self._storages.add(parameter)
+
+    def finish(self) -> None:
+        """Put shards into the modules, and check that all ranks have cut the same values."""
+        gc.collect()  # a module in a dead cycle is dead on all ranks
+        described: list[str] = []
+        local: ZerofxError | None = None
+        try:
+            with torch.no_grad():
+                described = self._shard()
+            self._check_left()
+        except ZerofxError as error:
+            self.abandon()
+            local = error
+        groups.agree(
+            local,
+            described,
+            self._mesh,
+            self._group,
+            doing="build",
+            where="zerofx.init, at its end",
+            remedy="call torch.manual_seed(seed) with the same seed on every rank, and build the same model from the same data",
+        )
+
+    def _shard(self) -> list[str]:
+        """Replace the parameters of all modules by shards; describe them, with checksums of their whole values."""
+        modules = list(dict.fromkeys(inner for module in self._modules for inner in module.modules()))
+        names = _names(modules)
+        check_memory(((name, parameter) for parameter, name in names.items()), "zerofx.init")
+        shards: dict[nn.Parameter, nn.Parameter] = {}
+        described = []
+        for parameter, name in names.items():
+            if type(parameter) is not nn.Parameter or parameter.is_meta:
+                continue  # lazy, or of somebody else's type: zerofx.compile judges
+            held = self._storages.take(parameter, name)
+            described.append(
+                f"{name} {tuple(parameter.shape)} {parameter.dtype}, checksum {held.checksum if held else checksum(parameter)}"
+            )
+            shards[parameter] = self._sharded(parameter, name, held)
+        sharding.rebind(modules, shards)
+        return described
+
+    def _sharded(self, parameter: nn.Parameter, name: str, held: Held | None) -> nn.Parameter:
+        compiled = self._compiled.pop(parameter, None)
+        shape = tuple(parameter.shape)
+        dim = choose_dim(shape, self._group.size) if compiled is None else _sharded_dim(compiled)
+        param = held.param if held else Param(0, (), shape, parameter.dtype, parameter.dtype, self._group.size, dim)
+        shard = held.shard if held else sharding.cut(parameter.detach(), param, self._group)
+        assert shard is not None
+        if compiled is not None:
+            if shard is not (local := _torch.local_tensor(compiled)):
+                local.copy_(shard)
+            return compiled
+        if parameter.device.type != self._mesh.device_type:
+            raise ShardingError(
+                f"{name} is on {parameter.device}, the ranks of the mesh use {self._mesh.device_type}",
+                where="zerofx.init, at its end",
+                why="the shards of one model live on the device of its mesh",
+                remedy=f"enter torch.device({parameter.device.type!r}) around zerofx.init, or pass a mesh of that device type",
+            )
+        if held is None and param.dim is not None:
+            shard = shard.clone(memory_format=torch.contiguous_format)
+        sharded = nn.Parameter(sharding.dtensor(shard, param, self._mesh), requires_grad=parameter.requires_grad)
+        vars(sharded).update(vars(parameter))
+        return sharded
+
+    def _check_left(self) -> None:
+        """Check that nothing still needs the memory of a whole parameter that is gone."""
+        if any(self._storages.left()):
+            gc.collect()
+        for _, held in self._storages.left():
+            raise ShardingError(
+                f"something beside the modules still holds {held.name}, or a view of it",
+                where=f"{held.name}, at the end of zerofx.init",
+                why="its whole memory is gone, and the modules hold shards",
+                remedy="make the optimizer after the context, and let buffers and other attributes be copies (.clone())",
+            )
+
+    def abandon(self) -> None:
+        """Leave nothing behind that reads freed memory: parameters without values become empty."""
+        sharding.rebind(self._modules, self._compiled)
+        for module in self._modules:
+            for parameter in module._parameters.values():
+                if parameter is not None and (storage := self._storages.find(parameter)) is not None and storage.nbytes() == 0:
+                    parameter.data = parameter.new_empty(0)
+        for storage, held in self._storages.left():
+            storage.resize_(held.param.bytes_in(held.param.dtype))
+
+
+class _Operators(TorchDispatchMode):
+    """Has the memory of a parameter there before any operator that works on it."""
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "overloadpacket", None) not in _ALIASES:
+            with _torch.without_modes():
+                self._prepare(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        used = [storage for tensor in tensors if (storage := self._storages.find(tensor)) is not None]
+        if used:
+            overwrites = len(used) == 1 and func.overloadpacket in _OVERWRITES and self._storages.is_all(args[0])
+            self._storages.use(used, gather=not overwrites)
+
+
+class _Addresses(TorchFunctionMode):
+    """Keeps the memory of a parameter whose address is handed out, and sees one move to other memory."""
+
+    def __init__(self, storages: Storages) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        storage = self._storages.find(args[0]) if args and isinstance(args[0], Tensor) else None
+        if storage is not None and func in _ADDRESSES:
+            with _torch.without_modes():
+                self._storages.pin(storage)
+        result = func(*args, **(kwargs or {}))
+        if storage is not None and func == _SET_DATA:
+            with _torch.without_modes():
+                self._storages.add(args[0])
+        return result
+
+
+def _names(modules: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """Name each parameter from the outermost module that has it."""
+    inner = {child for module in modules for child in module.children()}
+    outermost = [module for module in modules if module not in inner]
+    names: dict[nn.Parameter, str] = {}
+    for module in outermost:
+        prefix = "" if len(outermost) == 1 else f"{type(module).__name__}."
+        for name, parameter in module.named_parameters():
+            names.setdefault(parameter, prefix + name)
+    return names
+
+
+def _sharded_dim(tensor: Tensor) -> int | None:
+    assert isinstance(tensor, DTensor)
+    placement = tensor.placements[0]
+    return placement.dim if isinstance(placement, Shard) else None
