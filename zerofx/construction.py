@@ -57,8 +57,8 @@ def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> I
     """Build modules inside, each parameter sharded as it is built; after it they hold DTensors, for ``zerofx.compile``.
 
     Constructors and initialisations see ordinary whole parameters, one at a time, and draw the numbers that they would draw
-    without this context. All ranks run the same code with the same seed. An operator on another parameter than the last one gathers
-    it, unless it overwrites it. ``model``: one that exists already, compiled or not, whose parameters are filled inside, as after
+    without this context. All ranks run the same code, and draw rank 0's numbers. An operator on another parameter than the last one
+    gathers it, unless it overwrites it. ``model``: one that exists already, compiled or not, whose parameters are filled inside, as after
     ``zerofx.compile`` on the meta device. ``mesh``: as for ``zerofx.compile``; by default the model's, or all ranks.
 
     Whole until the end are parameters that share their storage or are not contiguous, those whose address was taken (``numpy()``,
@@ -81,7 +81,7 @@ def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> I
     if model is not None:
         site.enter(model)
     try:
-        with site.watching():
+        with _rank_0_draws(mesh, group), site.watching():
             yield
     except Exception as error:
         site.abandon()
@@ -158,7 +158,7 @@ class _Site:
             self._group,
             doing="build",
             where="zerofx.init, at its end",
-            remedy="call torch.manual_seed(seed) with the same seed on every rank, and build the same model from the same data",
+            remedy="build from the same data on every rank, and seed generators of your own (torch.Generator, numpy, random) alike",
         )
 
     def _shard(self) -> list[str]:
@@ -224,6 +224,22 @@ class _Site:
                     parameter.data = parameter.new_empty(0)
         for storage, held in self._storages.left():
             storage.resize_(held.param.bytes_in(held.param.dtype))
+
+
+@contextmanager
+def _rank_0_draws(mesh: DeviceMesh, group: Group) -> Iterator[None]:
+    """Give torch's random numbers of rank 0 to all ranks; one that had others goes on with its own afterwards."""
+    sources: list[Any] = [torch] if mesh.device_type == "cpu" else [torch, torch.get_device_module(mesh.device_type)]
+    own = [source.get_rng_state() for source in sources]
+    agreed = groups.exchange(own, mesh, group)[0]
+    for source, state in zip(sources, agreed, strict=True):
+        source.set_rng_state(state)
+    try:
+        yield
+    finally:
+        for source, state, theirs in zip(sources, own, agreed, strict=True):
+            if not torch.equal(state, theirs):
+                source.set_rng_state(state)
 
 
 class _Operators(TorchDispatchMode):

@@ -6,6 +6,7 @@ once the storage is open.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import weakref
 from collections.abc import Collection, Iterator
@@ -18,6 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofx import sharding
 from zerofx.groups import Group
 from zerofx.params import Param, choose_dim
+
+
+_TRIM_BYTES = 2**24
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class Storages:
         self._mesh, self._group = mesh, group
         self._held: weakref.WeakKeyDictionary[UntypedStorage, Held] = weakref.WeakKeyDictionary()
         self._open: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+        self._heap = _Heap()
 
     def add(self, tensor: Tensor) -> None:
         """Take charge of a parameter, open, and close the one before; one that cannot be cut, or shares its storage, is left whole."""
@@ -100,6 +105,7 @@ class Storages:
         if not held.is_pinned:
             storage.resize_(0)
             self._open.discard(storage)
+            self._heap.freed(_bytes(held.param))
 
     def forget(self, storage: UntypedStorage) -> None:
         """Leave an open storage to its owner."""
@@ -153,6 +159,21 @@ class Storages:
     def _param(self, tensor: Tensor) -> Param:
         shape = tuple(tensor.shape)
         return Param(len(self._held), (), shape, tensor.dtype, tensor.dtype, self._group.size, choose_dim(shape, self._group.size))
+
+
+class _Heap:
+    """Lets the system have what was freed: glibc keeps holes below 32 MiB, and the process grows by every parameter that it built."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._freed_bytes = 0
+
+    def freed(self, nbytes: int) -> None:
+        """Count freed bytes; give back the pages of holes now and then, because each time walks the heap."""
+        self._freed_bytes += nbytes
+        if self._freed_bytes >= _TRIM_BYTES and self._trim is not None:
+            self._trim(0)
+            self._freed_bytes = 0
 
 
 def checksum(whole: Tensor) -> int:
