@@ -125,11 +125,6 @@ class Complex(nn.Module):
         return torch.view_as_real(self.spectral * self.real(x).sum())
 
 
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return TIED_MLP.build()
-
-
 def partly_on_meta() -> nn.Module:
     model = TIED_MLP.model()
     model.get_submodule("layers.1").to("meta")
@@ -158,7 +153,6 @@ def in_the_same_memory() -> nn.Module:
 
 BAD_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "no parameters": (WithoutParameters, ("no parameters",)),
-    "meta": (on_meta, ("layers.0.weight", "meta")),
     "partly meta": (partly_on_meta, ("layers.1.weight", "meta")),
     "two devices": (on_two_devices, ("1.weight", "cuda", "cpu")),
     "script": (partly_scripted, ("1 is a ScriptModule",)),
@@ -377,8 +371,9 @@ DIFFERENT: tuple[Callable[[int], tuple[nn.Module, dict[str, Any]]], ...] = (
     other_ties,
     other_stage,
     other_limit,
+    meta_on_one_rank,
 )
-BAD_ON_ONE_RANK = (bad_stage_on_one_rank, bad_model_on_one_rank, meta_on_one_rank)
+BAD_ON_ONE_RANK = (bad_stage_on_one_rank, bad_model_on_one_rank)
 
 
 def refuse_ranks_that_differ(rank: int, world: int, make: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> Failure:

@@ -13,10 +13,11 @@ from zerofx.errors import (
 )
 
 if TYPE_CHECKING:
-    from zerofx.api import compile, gathered, no_sync, schedule
+    from zerofx.api import compile, no_sync, schedule
     from zerofx.config import Config, HookLimits
     from zerofx.construction import init
     from zerofx.estimates import Estimate, estimate
+    from zerofx.gather import gathered
     from zerofx.plans import Plan, plan
     from zerofx.render import Schedule
 
@@ -49,6 +50,7 @@ _HOMES = {
     "Plan": "zerofx.plans",
     "Schedule": "zerofx.render",
     "estimate": "zerofx.estimates",
+    "gathered": "zerofx.gather",
     "init": "zerofx.construction",
     "plan": "zerofx.plans",
 }

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from zerofx import _torch, checks, groups, runtime, sharding
+from zerofx import checks, groups, runtime, sharding
 from zerofx.backend import CompiledRuntime
 from zerofx.config import Config, parse_bytes
 from zerofx.errors import ShardingError, ZerofxError
@@ -129,24 +129,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with runtime.no_sync(_runtime_of(model)):
         yield
-
-
-@contextmanager
-def gathered(model: nn.Module, *, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Gather whole parameters: yields a mapping of qualified name to a fresh tensor of the logical shape, on every rank.
-
-    With ``writeback``, rank 0's edits go back to the shards at the end. All ranks must enter together.
-    """
-    found = _runtime_of(model)
-    with torch.no_grad():
-        wholes = [found.whole(param.index) for param in found.params]
-    yield {name: whole for param, whole in zip(found.params, wholes, strict=True) for name in param.names}
-    if writeback:
-        with torch.no_grad():
-            groups.broadcast(wholes, found.mesh, found.group)
-            for param, whole in zip(found.params, wholes, strict=True):
-                source = found.shard_like(param.index, whole)
-                _torch.local_tensor(found.tensors[param.index]).copy_(_torch.local_tensor(source))
 
 
 def _runtime_of(model: nn.Module) -> Runtime:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,8 +21,8 @@ from zerofx.checks import check_memory
 from zerofx.errors import ConfigError, ShardingError, ZerofxError
 from zerofx.groups import Group
 from zerofx.module import binding_of
-from zerofx.params import Param, choose_dim
 from zerofx.storages import Held, Storages, checksum
+from zerofx.vacancies import give_memory
 
 # In-place operators that read nothing of what they write.
 _OVERWRITES = frozenset(
@@ -103,12 +103,12 @@ class _Site:
     def enter(self, model: nn.Module) -> None:
         """Let the parameters of an existing model be filled: shards by whole stand-ins."""
         self._saw(model)
+        if binding_of(model) is not None:
+            give_memory(model, self._mesh.device_type, recurse=True)
         wholes: dict[nn.Parameter, nn.Parameter] = {}
         for tensor in model.parameters():
             if isinstance(tensor, DTensor) and not tensor.is_meta:
-                shape = tuple(tensor.shape)
-                param = Param(0, (), shape, tensor.dtype, tensor.dtype, self._group.size, _sharded_dim(tensor))
-                wholes[tensor] = self._storages.stand_in(_torch.local_tensor(tensor), param)
+                wholes[tensor] = self._storages.stand_in(_torch.local_tensor(tensor), sharding.param_of(tensor, self._group))
         self._compiled = {whole: tensor for tensor, whole in wholes.items()}
         sharding.rebind(model.modules(), wholes)
 
@@ -181,9 +181,10 @@ class _Site:
 
     def _sharded(self, parameter: nn.Parameter, name: str, held: Held | None) -> nn.Parameter:
         compiled = self._compiled.pop(parameter, None)
-        shape = tuple(parameter.shape)
-        dim = choose_dim(shape, self._group.size) if compiled is None else _sharded_dim(compiled)
-        param = held.param if held else Param(0, (), shape, parameter.dtype, parameter.dtype, self._group.size, dim)
+        if held is not None:
+            param = held.param
+        else:
+            param = self._storages.param_of(parameter) if compiled is None else sharding.param_of(compiled, self._group)
         shard = held.shard if held else sharding.cut(parameter.detach(), param, self._group)
         assert shard is not None
         if compiled is not None:
@@ -293,9 +294,3 @@ def _names(modules: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
         for name, parameter in module.named_parameters():
             names.setdefault(parameter, prefix + name)
     return names
-
-
-def _sharded_dim(tensor: Tensor) -> int | None:
-    assert isinstance(tensor, DTensor)
-    placement = tensor.placements[0]
-    return placement.dim if isinstance(placement, Shard) else None

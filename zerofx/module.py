@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.vacancies import give_memory
+
 _BINDING = "_zerofx"
 
 
@@ -30,7 +32,7 @@ def sharded_class(base: type[nn.Module], names: frozenset[str], entry: str | Non
     """
     body: dict[str, Any] = {name: _reader(name) for name in sorted(names)}
     body.update(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__, __reduce_ex__=_reduce)
-    body.update(_zerofx_key=(base, names, entry), _load_from_state_dict=_load_from_state_dict)
+    body.update(_zerofx_key=(base, names, entry), _load_from_state_dict=_load_from_state_dict, _apply=_apply)
     if entry is not None:
         body["forward"] = _forward_through(base, entry)
     return type(base.__name__, (base,), body)
@@ -88,11 +90,20 @@ def _rebuild(key: tuple[type[nn.Module], frozenset[str], str | None], *args: Any
     return made
 
 
-def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-    """Accept whole tensors for sharded parameters: keep this rank's shard of each."""
+def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """See which tensors on the meta device a conversion, as ``to_empty``, gives memory but no values."""
+    with self._zerofx.runtime.vacancies.watching(self):
+        return self._zerofx_key[0]._apply(self, fn, recurse)
+
+
+def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
+    """Accept whole tensors for sharded parameters: keep this rank's shard of each. On the meta device, first make room for them."""
     binding = self._zerofx
+    if binding.runtime.vacancies.is_open:
+        give_memory(self, binding.runtime.mesh.device_type, recurse=False)
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
     for name, index in binding.indices.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor):
             state_dict[prefix + name] = binding.runtime.shard_like(index, value)
-    self._zerofx_key[0]._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+    self._zerofx_key[0]._load_from_state_dict(self, state_dict, prefix, local_metadata, *args)

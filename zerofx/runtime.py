@@ -20,6 +20,7 @@ from zerofx.gradients import Gradients
 from zerofx.groups import Group
 from zerofx.params import Param
 from zerofx.render import Schedule
+from zerofx.vacancies import Vacancies
 from zerofx.wholes import Versions, WholeCopies
 
 Modules = tuple[tuple[str, nn.Module], ...]
@@ -52,6 +53,8 @@ class Runtime(ABC):
             for param in params
         ]
         self.shards: list[Tensor] = []
+        self.device = _torch.local_tensor(tensors[0]).device
+        self.vacancies = Vacancies(modules)
         self.versions = Versions(tensors)
         self.wholes = WholeCopies(config, group, params, tensors, self.versions)
         self.gradients = Gradients(config, group, params, tensors)
@@ -79,6 +82,9 @@ class Runtime(ABC):
         if self.inside:
             return plain(module, *args, **kwargs)
         self._check_parameters()
+        self.vacancies.check()
+        if _torch.local_tensor(self.tensors[0]).device != self.device:
+            self.__setstate__(self.__getstate__())  # what belongs to the shards must be where they are now
         self.gradients.forget()
         self.shards = self._enter()
         self.wholes.refresh(self.shards)
@@ -192,12 +198,6 @@ class Runtime(ABC):
                 )
 
     # ---------------------------------------------------------------- reading and loading
-
-    def whole(self, index: int) -> Tensor:
-        """Gather one parameter in its master dtype: a fresh tensor, whole, on every rank."""
-        tensor = self.tensors[index].detach()
-        assert isinstance(tensor, DTensor)
-        return tensor.full_tensor().clone()
 
     def shard_like(self, index: int, value: Tensor) -> Tensor:
         """Return this rank's shard of a whole tensor as a DTensor; leave a DTensor, or a wrong shape, as it is."""

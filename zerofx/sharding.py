@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from zerofx import _torch
 from zerofx.config import Config
@@ -74,7 +74,7 @@ def install(
     state = kind(settings, mesh, group, params, tensors, tuple(model.named_modules()))
     inner = "submodule" if settings.backend == "hooks" else None
     for module, indices in own.items():
-        if indices or module is model or inner is not None:
+        if indices or module is model or inner is not None or any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             bind(module, Binding(state, indices), "forward" if module is model else inner)
     state.watch()
 
@@ -107,6 +107,14 @@ def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -
         local = cut(tensor.detach(), param, group)
         local = local if param.dim is None else local.clone(memory_format=torch.contiguous_format)
     return nn.Parameter(dtensor(local, param, mesh), requires_grad=tensor.requires_grad)
+
+
+def param_of(tensor: Tensor, group: Group) -> Param:
+    """Return how a DTensor is cut, without a place in a model's table."""
+    assert isinstance(tensor, DTensor)
+    placement = tensor.placements[0]
+    dim = placement.dim if isinstance(placement, Shard) else None
+    return Param(0, (), tuple(tensor.shape), tensor.dtype, tensor.dtype, group.size, dim)
 
 
 def cut(whole: Tensor, param: Param, group: Group) -> Tensor:

@@ -20,7 +20,6 @@ from zerofx import sharding
 from zerofx.groups import Group
 from zerofx.params import Param, choose_dim
 
-
 _TRIM_BYTES = 2**24
 
 
@@ -52,7 +51,7 @@ class Storages:
         if storage in self._held:
             return
         self.use((), gather=False)
-        self._held[storage] = Held(self._param(tensor), _unnamed(tensor))
+        self._held[storage] = Held(self.param_of(tensor), _unnamed(tensor))
         self._open.add(storage)
 
     def stand_in(self, shard: Tensor, param: Param) -> nn.Parameter:
@@ -102,6 +101,7 @@ class Storages:
             held.shard = cut.clone(memory_format=torch.contiguous_format)
         else:
             held.shard.copy_(cut)
+            torch.autograd.graph.increment_version(held.shard)  # inside of a mode nothing counts
         if not held.is_pinned:
             storage.resize_(0)
             self._open.discard(storage)
@@ -156,9 +156,10 @@ class Storages:
         fills = tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.numel() * tensor.element_size() == expected
         return fills and storage.resizable() and choose_dim(tuple(tensor.shape), self._group.size) is not None
 
-    def _param(self, tensor: Tensor) -> Param:
+    def param_of(self, tensor: Tensor) -> Param:
+        """Return how a whole parameter is cut, without a place in a model's table."""
         shape = tuple(tensor.shape)
-        return Param(len(self._held), (), shape, tensor.dtype, tensor.dtype, self._group.size, choose_dim(shape, self._group.size))
+        return Param(0, (), shape, tensor.dtype, tensor.dtype, self._group.size, choose_dim(shape, self._group.size))
 
 
 class _Heap:
