@@ -90,13 +90,15 @@ class _Recorder:
         return self._recordings[key].replay(self._program.graph, place, sources)
 
     def _function(self, kind: str, params: tuple[Param, ...]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-        group, dtype = self._program.group, self._program.config.reduce_dtype
+        group, config = self._program.group, self._program.config
+        dtype, divisor = config.reduce_dtype, config.divisor(group.size)
         if kind == "gather_start":
             return lambda shards: collectives.gather_start(shards, params, group)
         if kind == "reduce_start":
-            return lambda grads: collectives.reduce_start(grads, params, group, dtype)
-        wait = collectives.gather_wait if kind == "gather_wait" else collectives.reduce_wait
-        return lambda buffers: wait(buffers, params, group)
+            return lambda grads: collectives.reduce_start(grads, params, group, dtype, divisor)
+        if kind == "gather_wait":
+            return lambda buffers: collectives.gather_wait(buffers, params, group)
+        return lambda buffers: collectives.reduce_wait(buffers, params, group, divisor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,9 +100,10 @@ def _add_pending(program: Program, total: Node, before: Node, index: int) -> Nod
     with graph.inserting_after(last):
         pending = graph.placeholder(f"pending_{index}")
     pending.meta["zerofx"] = Mark("pending", (index,))
+    dtype = program.config.sent_dtype(total.meta["val"].dtype)
     with graph.inserting_before(before):
-        added = graph.call_function(ops.add_pending, (total, pending))
-    added.meta = dict(total.meta)
+        added = graph.call_function(ops.add_pending, (total, pending, dtype))
+    added.meta = {**total.meta, "val": total.meta["val"].to(dtype)}
     return added
 
 

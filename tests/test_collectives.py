@@ -45,11 +45,11 @@ def exchange(rank: int, world: int) -> list[str]:
     found = []
     wholes = draws[0]
     shards = [shard_of(param, whole, rank) for param, whole in zip(params, wholes, strict=True)]
-    buffers = gather_start(shards, params, group), reduce_start(draws[rank], params, group, None)
+    buffers = gather_start(shards, params, group), reduce_start(draws[rank], params, group, None, group.size)
     for started in buffers:
         if len(started) != TRANSPORTS["gloo"].pieces + 3:  # alone, packed, replicated
             found.append(f"{len(started)} buffers")
-    gathered, reduced = gather_wait(buffers[0], params, group), reduce_wait(buffers[1], params, group)
+    gathered, reduced = gather_wait(buffers[0], params, group), reduce_wait(buffers[1], params, group, group.size)
     standing = [new_whole(param, torch.device("cpu")) for param in params]
     refresh_start(standing, shards, params, group).wait()
     for param, whole, back, stood, shard in zip(params, wholes, gathered, standing, reduced, strict=True):

@@ -17,6 +17,7 @@ from tests.models import COUNTED, FROZEN, ODD_SIZES, SEED, TIED_MLP, Counted, Ti
 from tests.ranks import Failure, Pool
 from tests.reference import Trace, difference, differences, named_differences, train, whole_gradients, whole_parameters
 from tests.stages import STAGES, at_stage, compiled
+from zerofx.params import choose_dim
 
 SHARDED_STAGES = (1, 2, 3)
 # Whole copies that a copy must not share, and none.
@@ -68,7 +69,7 @@ def test_shards_cover_a_parameter_once(ranks: Pool, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_placements(ranks: Pool, world: int) -> None:
-    replicated = {"scalar", "single", "empty", "thin.bias" if world > 3 else "scalar"}
+    replicated = {"scalar", "single", "empty", *(("thin.bias", "deep.0.bias") if world > 3 else ())}
     for by_stage in ranks.run(layout_at_stages, world, ODD_SIZES.name):
         assert {layout[0] for layout in by_stage[0].values()} == {(Replicate(),)}
         for stage in SHARDED_STAGES:
@@ -77,9 +78,27 @@ def test_placements(ranks: Pool, world: int) -> None:
                 assert set(placements.values()) == {Replicate()}
                 continue
             assert {name: placements[name] for name in replicated} == dict.fromkeys(replicated, Replicate())
-            assert placements["deep.0.weight"] == placements["wide.0.weight"] == placements["wide.0.bias"] == Shard(0)
+            assert placements["wide.0.weight"] == placements["wide.0.bias"] == Shard(0)
+            # Five rows for four ranks would leave one without; of the seven columns each has one.
+            assert placements["deep.0.weight"] == Shard(1 if world > 3 else 0)
             # Two rows for three or four ranks, eight columns: the columns are what every rank can have a share of.
             assert placements["two_by_eight"] == Shard(1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "world", "dim"),
+    [
+        ((33, 7), 4, 0),
+        ((5, 7), 4, 1),  # five rows are two, two, one and none
+        ((2, 8, 9), 4, 1),  # eight divides, nine would leave a rank without
+        ((5,), 4, None),
+        ((2, 3), 4, None),
+        ((1000, 4096), 64, 1),
+        ((1000, 1000), 64, 0),  # too large to stay whole: one rank of 64 has no row
+    ],
+)
+def test_every_rank_gets_a_share_where_it_can(shape: tuple[int, ...], world: int, dim: int | None) -> None:
+    assert choose_dim(shape, world) == dim
 
 
 def bytes_of_rank(rank: int, world: int) -> list[tuple[int, int]]:

@@ -142,8 +142,8 @@ def test_a_bucket_costs_what_is_really_sent(backend: str, world: int, dtype: tor
         collectives.gather_wait(started, params, group)
         grads = [torch.ones(param.shape, dtype=param.compute_dtype) for param in params]
         with Sent() as reductions:
-            started = collectives.reduce_start(grads, params, group, dtype)
-        collectives.reduce_wait(started, params, group)
+            started = collectives.reduce_start(grads, params, group, dtype, group.size)
+        collectives.reduce_wait(started, params, group, group.size)
     for sent, predicted in (
         (gathers, wire.messages(params, group, "all_gather", None)),
         (reductions, wire.messages(params, group, group.transport.reduce, dtype)),

@@ -67,6 +67,12 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Call the hooks on a leaf's gradient for another leaf's too; removing one removes it from both. There is no public way."""
+    target._backward_hooks = source._backward_hooks
+    target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
 def apply_to_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Map the tensors of nested inputs, dataclasses included, as torch's own data parallels cast them."""
     from torch.distributed.utils import _apply_to_tensors
@@ -147,6 +153,17 @@ def is_whole_frame(gm: torch.fx.GraphModule, function: Any) -> bool:
         return False
     # torch.compile wraps a function of torch itself, such as the forward of Sequential; inner frames it does not wrap.
     return outermost is getattr(function, "__code__", None) or outermost.co_filename == external_utils.__file__
+
+
+def donate_no_buffers() -> None:
+    """Say, while a forward is compiled, that its backward overwrites nothing that was saved for it; there is no switch for one call.
+
+    AOTAutograd takes every backward for one that does, and would refuse to run it under ``retain_graph``.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is not None and metadata.bw_donated_idxs:
+        metadata.bw_donated_idxs.clear()  # one list of several records
 
 
 def check_cxx_compiler() -> str | None:

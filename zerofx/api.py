@@ -36,6 +36,8 @@ def compile(
     stage: int = 3,
     mesh: DeviceMesh | None = None,
     precision: MixedPrecisionPolicy | None = None,
+    reduce: str = "mean",
+    methods: Sequence[str] = (),
     memory_limit: int | str | None = None,
     backend: str = "inductor",
     hardware: Hardware | str | None = None,
@@ -46,10 +48,11 @@ def compile(
 
     Every parameter becomes a DTensor of the same logical shape under its old name. Rank 0's parameters and buffers
     are the ones that all ranks start from. ``precision`` sets the dtypes of compute and of reductions; parameters and gradients
-    keep their own. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole parameters and
-    communication buffers in flight. ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized
-    for; without it, communication starts as early as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all
-    other settings.
+    keep their own. A gradient is the mean of those of all ranks; with ``reduce="sum"`` it is their sum, for a loss that each rank
+    divides by a count over all ranks (tokens). ``methods`` names those that are called from outside, as ``forward`` is.
+    ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole parameters and communication buffers in flight. ``hardware``
+    (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication starts as
+    early as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
     RankMismatchError where ranks pass different models or settings.
@@ -61,6 +64,8 @@ def compile(
         settings = config or Config(
             stage=stage,
             backend=backend,
+            reduce=reduce,
+            methods=tuple(methods),
             memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"),
             hardware=hardware,
             passes=tuple(passes),
@@ -70,6 +75,7 @@ def compile(
         if settings.hardware not in (None, THIS_MACHINE):
             settings = replace(settings, hardware=named_hardware(settings.hardware))
         device = checks.check_model(model)
+        checks.check_methods(model, settings.methods)
         checks.check_compiler(settings, device)
         mesh = checks.mesh_of(model, mesh)
     except ZerofxError as error:

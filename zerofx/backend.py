@@ -87,20 +87,19 @@ class CompiledRuntime(Runtime):
         self.compilations: list[Compilation] = []  # every graph compiled so far
         self.executed: list[Compilation] = []  # those that the current forward runs, in order
         self.last_step: list[Compilation] = []  # those of the last forward, the last trained one where there is one
-        self._compiled: Forward | None = None
+        self._compiled: dict[Forward, Forward] = {}
         _torch.mark_static(copy for copy in self.wholes.copies if copy is not None)
 
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._compiled is None:
+        if plain not in self._compiled:
             # the annotations of torch.compile's overloads lag behind its arguments
-            self._compiled = torch.compile(  # type: ignore[call-overload]
+            self._compiled[plain] = torch.compile(  # type: ignore[call-overload]
                 plain, backend=Backend(self, plain), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
             )
-        assert self._compiled is not None
         self.executed = []
         _torch.mark_static(self.shards)
         try:
-            return self._compiled(module, *args, **kwargs)
+            return self._compiled[plain](module, *args, **kwargs)
         except _torch.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZerofxError):
                 raise error.inner_exception from None
@@ -154,6 +153,7 @@ class _Tracing:
     def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled forward."""
         assert self.compilation.forward is not None
+        _torch.donate_no_buffers()
         return self._forward(self.compilation.forward)
 
     def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

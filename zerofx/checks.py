@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from zerofx import _torch
 from zerofx.config import Config
-from zerofx.errors import CompilerError, ShardingError
-from zerofx.module import bindings
+from zerofx.errors import CompilerError, ConfigError, ShardingError
+from zerofx.module import bindings, own_methods
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -64,13 +64,6 @@ def check_model(model: nn.Module) -> torch.device:
                 remedy=f"move the model to one device: model.to({str(first.device)!r})",
             )
     for name, tensor in named:
-        if tensor.is_complex():
-            raise ShardingError(
-                f"{name} is complex ({tensor.dtype})",
-                where=where,
-                why="collectives carry no complex numbers",
-                remedy="store it as a real tensor with a last dimension of 2, and use torch.view_as_complex in forward",
-            )
         if tensor.layout is not torch.strided or isinstance(tensor, nn.parameter.UninitializedParameter):
             raise ShardingError(
                 f"{name} is no ordinary dense tensor",
@@ -110,6 +103,19 @@ def mesh_of(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
                     remedy="pass the same mesh to zerofx.init and zerofx.compile, or pass none to zerofx.compile",
                 )
     return mesh
+
+
+def check_methods(model: nn.Module, methods: Sequence[str]) -> None:
+    """Check that a model's class has the methods that are named."""
+    known = own_methods(type(model))
+    for name in methods:
+        if name not in known:
+            raise ConfigError(
+                f"{name!r} is no method of {type(model).__name__}",
+                where="zerofx.compile(methods=...)",
+                why=f"its own public methods are {', '.join(known) or 'none'}",
+                remedy="name methods of the model's class; its forward needs no naming",
+            )
 
 
 def check_compiler(settings: Config, device: torch.device) -> None:

@@ -84,7 +84,7 @@ def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
     left = iter(buffers)
     for chunk in chunks(params, group):
         first = params[chunk[0]]
-        arrived = [next(left)] if first.dim is None else _wait(left, pieces(chunk, params, group), group)
+        arrived = [next(left)] if first.dim is None else _wait(left, pieces(chunk, params, group), group, first.dtype)
         if is_alone(chunk, params):
             if len(arrived) > 1:
                 arrived = [torch.cat([piece.unflatten(0, (group.size, -1)) for piece in arrived], 1).flatten(0, 1)]
@@ -100,7 +100,7 @@ def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
 def _all_gather(shard: Tensor, out: Tensor, group: Group) -> Tensor:
     # The form that allocates its result is a coalesced gather inside; on gloo it corrupts the heap now and then when several
     # are in flight under load (torch 2.13: 3 crashes in about 14 stress runs without zerofx, none in 11 of this form).
-    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(shard, group.size, group.name, out=out)
+    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(_as_real(shard), group.size, group.name, out=_as_real(out))
     return gathered
 
 
@@ -134,16 +134,16 @@ def _cut(grad: Tensor, param: Param) -> Tensor:
     return by_rank.reshape(param.world_size, -1)
 
 
-def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group, dtype: torch.dtype | None) -> list[Tensor]:
+def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group, dtype: torch.dtype | None, divisor: int) -> list[Tensor]:
     """Launch the reduction of whole gradients in ``dtype`` (None: their own); return one buffer per collective."""
     buffers = []
     for chunk in chunks(params, group):
-        cast = [grads[position] if dtype is None else grads[position].to(dtype) for position in chunk]
+        cast = [grads[position] if dtype is None or grads[position].is_complex() else grads[position].to(dtype) for position in chunk]
         if params[chunk[0]].dim is None:
             packed = _cat([grad.reshape(-1) for grad in cast], 0)
-            if packed.dtype in _NARROW and group.size > 1:
-                packed = packed / group.size  # the sum of all ranks may not fit
-            buffers.append(torch.ops._c10d_functional.all_reduce(packed, "sum", group.name) if group.size > 1 else packed)
+            if packed.dtype in _NARROW and divisor > 1:
+                packed = packed / divisor  # the sum of all ranks may not fit
+            buffers.append(torch.ops._c10d_functional.all_reduce(_as_real(packed), "sum", group.name) if group.size > 1 else packed)
             continue
         padded = [_with_padding(grad, params[position]) for grad, position in zip(cast, chunk, strict=True)]
         if is_alone(chunk, params):
@@ -158,6 +158,7 @@ def reduce_start(grads: Sequence[Tensor], params: Sequence[Param], group: Group,
 
 def _reduce_scatter(packed: Tensor, group: Group) -> Tensor:
     """Launch the reduction of one part for each rank, in rank order."""
+    packed = _as_real(packed)
     if group.transport.reduce == "reduce_scatter":
         scattered: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(packed, "sum", group.size, group.name)
         return scattered
@@ -166,10 +167,18 @@ def _reduce_scatter(packed: Tensor, group: Group) -> Tensor:
     return exchanged
 
 
-def _wait(buffers: Iterator[Tensor], count: int, group: Group) -> list[Tensor]:
-    """Wait for the next buffers; a single rank has nothing to wait for."""
-    taken = itertools.islice(buffers, count)
-    return [torch.ops._c10d_functional.wait_tensor(buffer) if group.size > 1 else buffer for buffer in taken]
+def _as_real(tensor: Tensor) -> Tensor:
+    """Let complex numbers travel as pairs: not every collective of every backend carries them."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _wait(buffers: Iterator[Tensor], count: int, group: Group, dtype: torch.dtype) -> list[Tensor]:
+    """Wait for the next buffers, of parameters of ``dtype``; a single rank has nothing to wait for."""
+    taken = list(itertools.islice(buffers, count))
+    if group.size == 1:
+        return taken
+    arrived = [torch.ops._c10d_functional.wait_tensor(buffer) for buffer in taken]
+    return [torch.view_as_complex(buffer) for buffer in arrived] if dtype.is_complex else arrived
 
 
 def _total(arrived: Tensor, group: Group) -> Tensor:
@@ -181,22 +190,22 @@ def _total(arrived: Tensor, group: Group) -> Tensor:
     return total
 
 
-def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group) -> list[Tensor]:
-    """Wait for ``reduce_start`` and return this rank's padded gradient shards, averaged over the ranks."""
+def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group, divisor: int) -> list[Tensor]:
+    """Wait for ``reduce_start`` and return this rank's padded gradient shards: the sum over the ranks, divided."""
     shards: dict[int, Tensor] = {}
     # each sum stands between its wait and the next: a small region, equal wherever such a parameter arrives
     left = iter(buffers)
     for chunk in chunks(params, group):
         first = params[chunk[0]]
         if first.dim is None:
-            (total,) = _wait(left, 1, group)
+            (total,) = _wait(left, 1, group, first.dtype)
         else:
-            arrived = _wait(left, pieces(chunk, params, group), group)
+            arrived = _wait(left, pieces(chunk, params, group), group, first.dtype)
             total = _cat([_total(piece, group) for piece in arrived], 0)
-        divided = group.size == 1 or (first.dim is None and total.dtype in _NARROW)
-        mean = total.to(first.dtype) if divided else total.to(first.dtype) / group.size
+        is_divided = divisor == 1 or (first.dim is None and total.dtype in _NARROW)
+        reduced = total.to(first.dtype) if is_divided else total.to(first.dtype) / divisor
         sizes = [params[position].shard_numel for position in chunk]
-        parts = [mean] if len(chunk) == 1 else mean.view(-1).split(sizes)
+        parts = [reduced] if len(chunk) == 1 else reduced.view(-1).split(sizes)
         for position, part in zip(chunk, parts, strict=True):
             shards[position] = part.view(params[position].shard_shape)
     return [shards[position] for position in range(len(params))]
@@ -216,7 +225,7 @@ class Refresh:
         left = iter(self.buffers)
         for chunk in chunks(self.params, self.group):
             if arrives_whole(chunk, self.params, self.group):
-                _wait(left, 1, self.group)
+                _wait(left, 1, self.group, self.params[chunk[0]].dtype)
                 continue
             parts = [self.params[position] for position in chunk]
             buffers = list(itertools.islice(left, pieces(chunk, self.params, self.group)))

@@ -64,6 +64,7 @@ class HookLimits:
 class Config:
     """Settings of one compiled model. Equal on all ranks.
 
+    ``reduce`` is what a gradient is of those of all ranks: their "mean", or their "sum". ``methods`` are called as the forward is.
     The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
     communication buffers in flight on one rank. Below it, whole parameters may take what is in use at once and
     ``prefetch_buckets`` of the largest bucket ahead of use, and gradients in flight ``reduces_in_flight`` of theirs (in the eager
@@ -74,6 +75,8 @@ class Config:
 
     stage: int = 3
     backend: str = "inductor"
+    reduce: str = "mean"
+    methods: tuple[str, ...] = ()
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -95,6 +98,14 @@ class Config:
         assert not isinstance(self.hardware, str)
         return self.hardware
 
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that gradients of ``dtype`` travel in."""
+        return dtype if self.reduce_dtype is None or dtype.is_complex else self.reduce_dtype
+
+    def divisor(self, world_size: int) -> int:
+        """Return what the sum of all ranks' gradients is divided by."""
+        return world_size if self.reduce == "mean" else 1
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise ConfigError(
@@ -109,6 +120,13 @@ class Config:
                 where="zerofx.compile(backend=...)",
                 why=f"the backends are {', '.join(BACKENDS)}",
                 remedy='pass backend="inductor" (fast), "aot_eager" (reference) or "hooks" (eager)',
+            )
+        if self.reduce not in ("mean", "sum"):
+            raise ConfigError(
+                f"reduce={self.reduce!r} is not known",
+                where="zerofx.compile(reduce=...)",
+                why="gradients of the ranks are averaged or added up",
+                remedy='pass reduce="mean", or "sum" where the loss is divided by a count over all ranks',
             )
         if self.memory_limit_bytes is not None:
             _check_count(self.memory_limit_bytes, "zerofx.Config(memory_limit_bytes=...)")

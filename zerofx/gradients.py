@@ -1,4 +1,4 @@
-"""Gradients of one sharded model: averaged over the ranks, or gathered up whole under ``no_sync``."""
+"""Gradients of one sharded model: reduced over the ranks, or gathered up whole under ``no_sync``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Gradients:
             self.keep(index, grad)
             return None
         pending = self.take_pending(index)
-        return grad if pending is None else pending + grad
+        return grad if pending is None else (pending + grad).to(self._config.sent_dtype(grad.dtype))
 
     def take_pending(self, index: int) -> Tensor | None:
         """Take the whole gradient that earlier backwards under ``no_sync`` left in ``.grad``."""
@@ -75,7 +75,7 @@ class Gradients:
         for index, local in enumerate(locals_):
             kept = self._kept.pop(index, None)
             if kept is not None:
-                found.append(self.dtensor(index, kept, Partial("avg")))
+                found.append(self.dtensor(index, kept, Partial("avg" if self._config.reduce == "mean" else "sum")))
             elif local is None:
                 found.append(None)
             else:
@@ -91,12 +91,13 @@ class Gradients:
         return result
 
     def reduce(self, index: int, grad: Tensor) -> Tensor:
-        """Average one whole gradient over the ranks, outside a compiled graph; return this rank's padded shard."""
+        """Reduce one whole gradient over the ranks, outside a compiled graph; return this rank's padded shard."""
         if self._group.size == 1:
             return grad.to(self._params[index].dtype)
         params = [self._params[index]]
-        buffers = collectives.reduce_start([grad], params, self._group, self._config.reduce_dtype)
-        return collectives.reduce_wait(buffers, params, self._group)[0]
+        divisor = self._config.divisor(self._group.size)
+        buffers = collectives.reduce_start([grad], params, self._group, self._config.reduce_dtype, divisor)
+        return collectives.reduce_wait(buffers, params, self._group, divisor)[0]
 
     def _unpad(self, index: int, padded: Tensor) -> Tensor:
         param = self._params[index]

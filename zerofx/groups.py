@@ -63,7 +63,8 @@ class Group:
 def resolve_mesh(mesh: DeviceMesh | None, device_type: str, where: str = "zerofx.compile") -> tuple[DeviceMesh, Group]:
     """Return the mesh and group to shard over: the given mesh, the default process group, or this process alone.
 
-    Raises ConfigError for a mesh that is not 1-D, or where WORLD_SIZE promises ranks that no process group joins.
+    Raises ConfigError for a mesh that is not 1-D, or of a single rank among others, or where WORLD_SIZE promises ranks that no
+    process group joins.
     """
     if mesh is None and not dist.is_initialized():
         expected = _environment_world_size()
@@ -98,6 +99,13 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str, where: str = "zerofx
             where=f"{where}(mesh=...)",
             why="a rank outside of the mesh holds no shard",
             remedy=f"call {where} only on the ranks of the mesh, or pass a mesh of all ranks",
+        )
+    if mesh.size() == 1 and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"the mesh {mesh.mesh.tolist()} has one of {dist.get_world_size()} ranks",
+            where="zerofx.compile(mesh=...)",
+            why="nothing would be sharded, and no gradient reduced: each rank would train a model of its own",
+            remedy="pass a mesh of the ranks that share the model; to train apart, use torch.compile",
         )
     return mesh, group_of(mesh)
 

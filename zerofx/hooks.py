@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from zerofx import _torch
 from zerofx.coordinator import Coordinator
-from zerofx.errors import ZerofxError
 from zerofx.eventlog import EventLog
 from zerofx.params import Param
 from zerofx.reductions import Reductions
 from zerofx.render import Schedule
-from zerofx.runtime import Forward, Runtime
+from zerofx.runtime import Forward, Runtime, second_derivative_error
 
 # What an output can hold without hiding a tensor.
 _KNOWN = (Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -116,9 +115,8 @@ class HookedRuntime(Runtime):
         self._coordinator.end_forward(with_backward=with_backward)
         return result
 
-    def submodule(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def submodule(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of a submodule between its hooks; outside of the model's forward and backward, run it plainly."""
-        plain = type(module)._zerofx_key[0].forward  # type: ignore[attr-defined]
         if self.inside:
             return self._call(plain, module, args, kwargs)
         if not self._in_backward:
@@ -218,12 +216,7 @@ class HookedRuntime(Runtime):
         if call.is_active:
             return
         if torch.is_grad_enabled():
-            raise ZerofxError(
-                "a backward with create_graph=True is not supported",
-                where=f"{self._names[call.module] or 'the model'}, before its backward",
-                why="a second backward would read parameters that were released",
-                remedy="take second derivatives of a model that zerofx has not sharded",
-            )
+            raise second_derivative_error(f"{self._names[call.module] or 'the model'}, before its backward")
         self._begin_backward()
         self._pass = call.within
         call.is_active, call.inputs_left = True, call.inputs

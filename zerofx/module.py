@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofx.errors import ShardingError
 from zerofx.vacancies import give_memory
 
 _BINDING = "_zerofx"
@@ -25,23 +27,26 @@ class Binding:
 
 
 @functools.cache
-def sharded_class(base: type[nn.Module], names: frozenset[str], entry: str | None) -> type[nn.Module]:
+def sharded_class(base: type[nn.Module], names: frozenset[str], entry: str | None, methods: frozenset[str]) -> type[nn.Module]:
     """Return the subclass of a module class that reads the named parameters through the runtime. One per class, not per instance.
 
-    ``entry`` names the method of the runtime that the forward goes through, None for a forward that stays as it is.
+    ``entry`` names the method of the runtime that the forward goes through, and with it the ``methods``, which a root's users call
+    as they call its forward; None for a forward that stays as it is.
     """
     body: dict[str, Any] = {name: _reader(name) for name in sorted(names)}
+    if entry == "forward":
+        body.update({name: _Method(plain, entry if name in methods else None) for name, plain in own_methods(base).items()})
     body.update(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__, __reduce_ex__=_reduce)
-    body.update(_zerofx_key=(base, names, entry), _load_from_state_dict=_load_from_state_dict, _apply=_apply)
+    body.update(_zerofx_key=(base, names, entry, methods), _load_from_state_dict=_load_from_state_dict, _apply=_apply)
     if entry is not None:
-        body["forward"] = _forward_through(base, entry)
+        body["forward"] = _through(base.forward, entry)
     return type(base.__name__, (base,), body)
 
 
-def bind(module: nn.Module, binding: Binding, entry: str | None) -> None:
+def bind(module: nn.Module, binding: Binding, entry: str | None, methods: frozenset[str]) -> None:
     """Turn a module into its sharded class, in place."""
     module.__dict__[_BINDING] = binding
-    module.__class__ = sharded_class(type(module), frozenset(binding.indices), entry)  # type: ignore[arg-type]
+    module.__class__ = sharded_class(type(module), frozenset(binding.indices), entry, methods)  # type: ignore[arg-type]
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -66,13 +71,58 @@ def _reader(name: str) -> property:
     return property(read, doc=f"The whole parameter inside a forward; its shard, a DTensor, outside ({name}).")
 
 
-def _forward_through(base: type[nn.Module], entry: str) -> Any:
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @functools.wraps(base.forward)  # callers read the signature
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._zerofx.runtime, entry)(self, args, kwargs)
+def own_methods(base: type[nn.Module]) -> dict[str, types.FunctionType]:
+    """Return the public methods that a module class adds to those of every module."""
+    return {
+        name: value
+        for kind in reversed(base.__mro__)
+        for name, value in vars(kind).items()
+        if isinstance(value, types.FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name)
+    }
 
-    return forward
+
+def meets_shard(error: BaseException) -> bool:
+    """Whether torch found a shard among whole tensors."""
+    return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
+
+
+class _Method:
+    """A method of the root: as it is inside a forward; called from outside, it runs as a forward does, or says why it cannot."""
+
+    def __init__(self, plain: types.FunctionType, entry: str | None) -> None:
+        self._plain, self._called = plain, _explained(plain) if entry is None else _through(plain, entry)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self._plain
+        return types.MethodType(self._plain if instance._zerofx.runtime.inside else self._called, instance)
+
+
+def _through(plain: Any, entry: str) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(plain)  # callers read the signature
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._zerofx.runtime, entry)(plain, self, args, kwargs)
+
+    return run
+
+
+def _explained(plain: types.FunctionType) -> Any:
+    @functools.wraps(plain)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(self, *args, **kwargs)
+        except RuntimeError as error:
+            if not meets_shard(error):
+                raise
+            raise ShardingError(
+                f"{plain.__name__} meets a shard where it expects a whole parameter",
+                where=f"{type(self).__name__}.{plain.__name__}, called from outside of a forward",
+                why="only a forward reads whole parameters, and only what zerofx.compile was told runs as one",
+                remedy=f"call the model; or pass methods=[{plain.__name__!r}] to zerofx.compile, and call it on what that returns",
+            ) from error
+
+    return run
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
@@ -83,9 +133,8 @@ def _reduce(self: Any, protocol: Any) -> Any:
     return made, args, *rest
 
 
-def _rebuild(key: tuple[type[nn.Module], frozenset[str], str | None], *args: Any) -> nn.Module:
-    base, names, entry = key
-    kind = sharded_class(base, names, entry)  # type: ignore[arg-type]
+def _rebuild(key: tuple[type[nn.Module], frozenset[str], str | None, frozenset[str]], *args: Any) -> nn.Module:
+    kind = sharded_class(*key)  # type: ignore[arg-type]
     made: nn.Module = kind.__new__(kind, *args)
     return made
 

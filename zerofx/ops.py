@@ -44,7 +44,8 @@ def reduce_grad(grad: Tensor, index: int, shape: Sequence[int], dim: int, dtype:
     """Mark the gradient of parameter ``index``: whole on this rank, to be averaged over ranks into a padded shard of ``dtype``."""
     param = _describe(index, shape, dim, grad.dtype, dtype, world_size)
     peers = Group(group, world_size, -1, "nccl" if grad.is_cuda else "gloo")
-    return collectives.reduce_wait(collectives.reduce_start([grad], [param], peers, None), [param], peers)[0].clone()
+    started = collectives.reduce_start([grad], [param], peers, None, world_size)
+    return collectives.reduce_wait(started, [param], peers, world_size)[0].clone()
 
 
 @reduce_grad.register_fake
@@ -107,6 +108,6 @@ def refresh_wait(arrivals: Any, bucket: int) -> None:
     arrivals.wait(bucket)
 
 
-def add_pending(grad: Tensor, pending: Tensor | None) -> Tensor:
-    """Add what backwards under ``no_sync`` gathered up on this rank to this backward's gradient."""
-    return grad if pending is None else pending + grad
+def add_pending(grad: Tensor, pending: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Add what backwards under ``no_sync`` gathered up on this rank, in the parameter's dtype, to this backward's gradient."""
+    return (grad if pending is None else pending + grad).to(dtype)

@@ -7,19 +7,25 @@ from dataclasses import dataclass
 
 import torch
 
+# Not worth a shard where some rank would get nothing of it.
+_SMALL_NUMEL = 2**16
+
 
 def choose_dim(shape: tuple[int, ...], world_size: int) -> int | None:
     """Choose the dimension to shard, or None to replicate.
 
-    Dimension 0 unless it has fewer rows than ranks; then the first longer one that divides evenly, else the longest.
+    Dimension 0 if every rank gets rows of it; then the first that divides evenly, else the longest, of which every rank gets some: a
+    rank without rows has no infinity norm. Where there is none, a small parameter stays whole, and a large one leaves ranks without.
     """
-    if world_size == 1 or math.prod(shape) == 0 or not any(size >= world_size for size in shape):
-        return None
-    if shape[0] >= world_size:
-        return 0
     longer = [dim for dim, size in enumerate(shape) if size >= world_size]
-    even = [dim for dim in longer if shape[dim] % world_size == 0]
-    return even[0] if even else max(longer, key=lambda dim: shape[dim])
+    if world_size == 1 or math.prod(shape) == 0 or not longer:
+        return None
+    shared = [dim for dim in longer if (world_size - 1) * -(-shape[dim] // world_size) < shape[dim]]
+    if not shared and math.prod(shape) <= _SMALL_NUMEL:
+        return None
+    candidates = shared or longer
+    even = [dim for dim in candidates if shape[dim] % world_size == 0]
+    return 0 if 0 in candidates else even[0] if even else max(candidates, key=lambda dim: shape[dim])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,9 @@ class Param:
         return self.bytes_in(self.whole_dtype)
 
     def bytes_in(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes of the whole, padding included, in the dtype that travels; None is the compute dtype."""
-        return math.prod(self.padded_shape) * (dtype or self.compute_dtype).itemsize
+        """Return the bytes of the whole, padding included, in the dtype that travels; None, or complex: the compute dtype."""
+        travels = self.compute_dtype if dtype is None or self.dtype.is_complex else dtype
+        return math.prod(self.padded_shape) * travels.itemsize
 
     @property
     def is_padded(self) -> bool:

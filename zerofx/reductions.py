@@ -1,4 +1,4 @@
-"""Average gradients over the ranks in buckets, while the backward goes on (no graph)."""
+"""Reduce gradients over the ranks in buckets, while the backward goes on (no graph)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Flight:
 
 
 class Reductions:
-    """Takes whole gradients as they become complete, and gives this rank's averaged shards at the end of a backward."""
+    """Takes whole gradients as they become complete, and gives this rank's reduced shards at the end of a backward."""
 
     def __init__(self, config: Config, group: Group, params: tuple[Param, ...], log: EventLog) -> None:
         self._config, self._group, self._params, self._log = config, group, params, log
+        self._divisor = config.divisor(group.size)
         self._open: list[tuple[Param, Tensor]] = []
         self._flights: deque[Flight] = deque()
         self._reduced: dict[int, Tensor] = {}
@@ -65,7 +66,7 @@ class Reductions:
         self._open = []
         dtype = self._config.reduce_dtype
         with torch.no_grad():
-            buffers = collectives.reduce_start(grads, params, self._group, dtype)
+            buffers = collectives.reduce_start(grads, params, self._group, dtype, self._divisor)
         size_bytes = memory.reduce_bytes(params, self._group, self._config)
         flight = Flight(f"reduce {self._launched}", params, tuple(buffers), size_bytes)
         self._launched += 1
@@ -77,7 +78,7 @@ class Reductions:
     def _wait(self) -> None:
         flight = self._flights.popleft()
         with torch.no_grad():
-            shards = collectives.reduce_wait(flight.buffers, flight.params, self._group)
+            shards = collectives.reduce_wait(flight.buffers, flight.params, self._group, self._divisor)
         self._log.wait(flight.what, _indices(flight), buffer_bytes=flight.buffer_bytes)
         for param, shard in zip(flight.params, shards, strict=True):
             self._give(param.index, shard)

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from zerofx import _torch, collectives, groups
 from zerofx.config import Config
-from zerofx.errors import ShardingError
+from zerofx.errors import ShardingError, ZerofxError
 from zerofx.gradients import Gradients
 from zerofx.groups import Group
+from zerofx.module import meets_shard
 from zerofx.params import Param
 from zerofx.render import Schedule
 from zerofx.vacancies import Vacancies
@@ -76,9 +77,8 @@ class Runtime(ABC):
 
     # ---------------------------------------------------------------- forward
 
-    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward of the root module. Called inside another forward of the same model, run it plainly."""
-        plain = type(module)._zerofx_key[0].forward  # type: ignore[attr-defined]
+    def forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of the root module, or another of its methods. Called inside another such call, run it plainly."""
         if self.inside:
             return plain(module, *args, **kwargs)
         self._check_parameters()
@@ -96,10 +96,10 @@ class Runtime(ABC):
             self._check_reads()
             return result if self.config.output_dtype is None else _cast(result, self.config.output_dtype)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
+            if meets_shard(error):
                 raise ShardingError(
                     "the forward meets a shard where it expects a whole parameter",
-                    where=f"the forward of {type(module).__name__}",
+                    where=f"the {plain.__name__} of {type(module).__name__}",
                     why="reading module.name gives the whole parameter; parameters(), lists of parameters and other methods give shards",
                     remedy="read each parameter by its name, from its module, inside forward",
                 ) from error
@@ -112,7 +112,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the root's own forward by this mechanism."""
+        """Run the root's own forward, or another of its methods, by this mechanism."""
 
     @abstractmethod
     def schedule(self) -> Schedule | None:
@@ -221,6 +221,16 @@ def in_place_error(param: Param) -> ShardingError:
     )
 
 
+def second_derivative_error(where: str) -> ZerofxError:
+    """Build the error for a backward that should itself be differentiated."""
+    return ZerofxError(
+        "a backward with create_graph=True is not supported",
+        where=where,
+        why="a second backward would read parameters that were released, or miss what the reduced gradients depend on",
+        remedy="take second derivatives of a model that zerofx has not sharded",
+    )
+
+
 class _EnterForward(torch.autograd.Function):
     """Hand the local shards of all parameters to one forward; its backward runs once, when all gradients are there."""
 
@@ -236,6 +246,8 @@ class _EnterForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         runtime: Runtime = ctx.runtime
+        if torch.is_grad_enabled():
+            raise second_derivative_error("the backward, at the gradients of the parameters")
         found = runtime.collect(grads)
         for param, grad, version in zip(runtime.params, found, ctx.versions, strict=True):
             if grad is not None and runtime.versions.of(param.index) != version:

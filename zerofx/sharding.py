@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofx import _torch
 from zerofx.config import Config
+from zerofx.errors import ShardingError
 from zerofx.groups import Group
 from zerofx.module import Binding, bind
 from zerofx.params import Param, block_of, choose_dim
@@ -75,8 +78,9 @@ def install(
     inner = "submodule" if settings.backend == "hooks" else None
     for module, indices in own.items():
         if indices or module is model or inner is not None or any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            bind(module, Binding(state, indices), "forward" if module is model else inner)
+            bind(module, Binding(state, indices), "forward" if module is model else inner, frozenset(settings.methods))
     state.watch()
+    _refuse_steps(names, state)
 
 
 def rebind(modules: Iterable[nn.Module], shards: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -98,6 +102,28 @@ def _rebound(value: Any, shards: Mapping[nn.Parameter, nn.Parameter]) -> Any:
     return value
 
 
+def _refuse_steps(names: dict[nn.Parameter, list[str]], state: Runtime) -> None:
+    """Let an optimizer that holds one of the parameters as they were fail at its first step: it would train what no forward reads."""
+    replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+    for tensor, (name, *_) in names.items():
+        key = id(tensor)
+        replaced[key] = weakref.ref(tensor, lambda _, key=key: replaced.pop(key, None)), name  # type: ignore[misc]
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        held = (tensor for group in optimizer.param_groups for tensor in group["params"]) if replaced else ()
+        for tensor in held:
+            found, name = replaced.get(id(tensor), (None, ""))
+            if found is not None and found() is tensor:
+                raise ShardingError(
+                    f"{type(optimizer).__name__} holds {name} as it was before zerofx.compile",
+                    where=f"the step of {type(optimizer).__name__}",
+                    why="the model trains the shards that took its parameters' places, and this optimizer would not change them",
+                    remedy="build the optimizer from model.parameters() after zerofx.compile",
+                )
+
+    weakref.finalize(state, register_optimizer_step_pre_hook(check).remove)
+
+
 def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -> nn.Parameter:
     """Return this rank's shard of a parameter as a DTensor parameter, in storage of its own; a DTensor keeps its shard."""
     if isinstance(tensor, DTensor):
@@ -106,7 +132,10 @@ def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -
     else:
         local = cut(tensor.detach(), param, group)
         local = local if param.dim is None else local.clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(dtensor(local, param, mesh), requires_grad=tensor.requires_grad)
+    parameter = nn.Parameter(dtensor(local, param, mesh), requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))  # marks that users put on parameters, to group them by
+    _torch.share_hooks(tensor, parameter)
+    return parameter
 
 
 def param_of(tensor: Tensor, group: Group) -> Param:
