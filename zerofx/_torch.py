@@ -32,8 +32,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
+# A graph module that writes its code when it is first called; a program is rewritten many times and called rarely.
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
 # Every leaf of nested inputs and outputs, registered types of other libraries included; no public name yet.
 from torch.utils._pytree import tree_leaves as tree_leaves
+
+LazyGraphModule = _LazyGraphModule
 
 # Skips autograd's dispatch in code that is already a backward, or that AOTAutograd made a forward of.
 below_autograd = torch._C._AutoDispatchBelowAutograd

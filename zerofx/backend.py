@@ -53,7 +53,7 @@ class Backend:
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._check_writes(gm)
         inductor = self.runtime.config.backend == "inductor"
-        tracing = _Tracing(self, Compilation(), _torch.is_whole_frame(gm, self._forward))
+        tracing = self.runtime.new_tracing(self, is_whole=_torch.is_whole_frame(gm, self._forward))
         compiled = _torch.aot_autograd(
             fw_compiler=tracing.forward,
             bw_compiler=tracing.backward,
@@ -112,6 +112,10 @@ class CompiledRuntime(Runtime):
         """Return what makes lowered programs run."""
         return Compiler()
 
+    def new_tracing(self, backend: Backend, *, is_whole: bool) -> Tracing:
+        """Return the compilers of one captured graph."""
+        return Tracing(backend, Compilation(), is_whole)
+
     def read(self, index: int) -> Tensor:
         if torch.compiler.is_compiling():
             marked: Tensor = torch.ops.zerofx.unshard(self.shards[index], self.wholes.copies[index], *self.geometry[index])
@@ -131,7 +135,7 @@ class CompiledRuntime(Runtime):
         return Schedule.of([*forwards, *backwards], self.params, self.group, self.config, self.wholes.buckets)
 
 
-class _Tracing:
+class Tracing:
     """The compilers of one captured graph, as AOTAutograd calls them."""
 
     def __init__(self, backend: Backend, compilation: Compilation, is_whole: bool) -> None:
@@ -142,7 +146,10 @@ class _Tracing:
 
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Run the joint passes, split the graph, and schedule both parts, before anything is compiled."""
-        program = self._joint(joint)
+        return self.split(self.joint(joint), joint_inputs, **kwargs)
+
+    def split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Split a joint program as the partitioner is told to, and schedule both parts."""
         try:
             return self._split(program, joint_inputs, **kwargs)
         except MemoryLimitError:
@@ -158,9 +165,7 @@ class _Tracing:
 
     def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Schedule and lower a graph without a backward."""
-        traced = replace(self._run(self._joint(gm), Level.RECOMPUTED), phase=Phase.FORWARD)
-        (self.compilation.forward,) = self._schedule([traced])
-        return self._forward(self.compilation.forward)
+        return self._forward(self.schedule_inference(self.joint(gm)))
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled backward."""
@@ -185,7 +190,14 @@ class _Tracing:
         (scheduled,) = self._schedule([replace(source, sync=sync)])
         return scheduled
 
-    def _joint(self, module: GraphModule) -> Program:
+    def schedule_inference(self, program: Program) -> Program:
+        """Schedule a program without a backward."""
+        traced = replace(self._run(program, Level.RECOMPUTED), phase=Phase.FORWARD)
+        (self.compilation.forward,) = self._schedule([traced])
+        return self.compilation.forward
+
+    def joint(self, module: GraphModule) -> Program:
+        """Wrap a traced graph, after Inductor's joint passes."""
         program = self.backend.program(module, Phase.JOINT, keeps=self._keeps)
         if program.config.backend == "inductor":
             device = next(value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), Tensor))
@@ -241,7 +253,7 @@ class _Tracing:
 class _Backward:
     """A backward in up to three forms, lowered when first needed: see ``Sync``."""
 
-    def __init__(self, tracing: _Tracing, source: Program, scheduled: Program) -> None:
+    def __init__(self, tracing: Tracing, source: Program, scheduled: Program) -> None:
         self._boxed_call = True  # on the instance: the wrapper that AOTAutograd puts around copies its __dict__
         self._tracing, self._source = tracing, source
         self._runtime = tracing.backend.runtime

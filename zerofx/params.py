@@ -73,6 +73,11 @@ class Param:
         return math.prod(self.shard_shape)
 
     @property
+    def has_copy(self) -> bool:
+        """Whether a whole copy beside its shards outlives the step."""
+        return self.stays and self.dim is not None
+
+    @property
     def whole_dtype(self) -> torch.dtype:
         """The dtype that is gathered."""
         return self.gather_dtype or self.compute_dtype

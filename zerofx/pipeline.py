@@ -1,4 +1,4 @@
-"""Run passes: plan, apply on a copy, lint, verify, record."""
+"""Run passes: plan, apply on the run's own copy, lint, verify, record."""
 
 from __future__ import annotations
 
@@ -67,21 +67,24 @@ class Pipeline:
         return Pipeline(*passes)
 
     def run(self, program: Program, records: list[Record], upto: Level = Level.LOWERED) -> Program:
-        """Run the passes between the program's level and another, and append a record of each."""
-        entry = program.level
+        """Run the passes between the program's level and another, and append a record of each.
+
+        The given program stays as it is: the first pass rewrites a copy, and what one pass made is the next one's to rewrite.
+        """
+        entry, given = program.level, program
         for item in self.passes:
             if entry < item.gives <= upto:
-                program = _run_one(item, program, records)
+                program = _run_one(item, program, records, is_given=program is given)
         return program
 
 
-def _run_one(item: Pass, program: Program, records: list[Record]) -> Program:
-    start = time.perf_counter()
+def _run_one(item: Pass, program: Program, records: list[Record], *, is_given: bool) -> Program:
+    start, before = time.perf_counter(), len(program.graph.nodes)
     plan = item.plan(program)
-    result = item.apply(program.copy(), plan)
+    result = item.apply(program.copy() if is_given else program, plan)
     result = replace(result, level=max(program.level, item.gives))
     result.graph.lint()
     verify(result, after=type(item).__name__)
     seconds = time.perf_counter() - start
-    records.append(Record(type(item).__name__, program.phase, plan, len(program.graph.nodes), len(result.graph.nodes), seconds))
+    records.append(Record(type(item).__name__, program.phase, plan, before, len(result.graph.nodes), seconds))
     return result

@@ -123,7 +123,7 @@ def _waiting_once(found: Sequence[Moment]) -> list[Moment]:
 def states_bytes(params: Sequence[Param], config: Config, optimizer_states: int, micro_batches: int) -> dict[str, int]:
     """Return the bytes that stay between steps, by kind; gradients stay between micro-batches."""
     shards = sum(param.shard_numel * param.dtype.itemsize for param in params)
-    wholes = sum(param.whole_bytes for param in params if param.stays and param.dim is not None)
+    wholes = sum(param.whole_bytes for param in params if param.has_copy)
     gradients = sum(param.whole_bytes for param in params) if config.stage == 1 else shards
     return {
         "shards": shards,

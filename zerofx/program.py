@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx import ops
+from zerofx import _torch, ops
 from zerofx.config import Config
 from zerofx.groups import Group
 from zerofx.params import Param
@@ -89,7 +89,7 @@ class Program:
         output = graph.graph_copy(self.graph, val_map=values)
         source = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         graph.output(output).meta = dict(source.meta)
-        return replace(self, module=GraphModule(self.module, graph))
+        return replace(self, module=_torch.LazyGraphModule(self.module, graph))
 
     def marked(self, *kinds: str) -> Iterator[tuple[Node, Mark]]:
         """Yield the nodes that carry a mark of one of the kinds, in graph order."""

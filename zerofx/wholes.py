@@ -75,27 +75,14 @@ class WholeCopies:
         self._config, self._group, self._params, self._tensors, self._changes = config, group, params, tensors, versions
         self.arrivals = Arrivals()
         self.copies: list[Tensor | None] = self._new_copies()
-        self.buckets = self._bucket()
+        self.buckets = refresh_buckets(config, params)
         self._versions = [-1] * len(params)
 
     def _new_copies(self) -> list[Tensor | None]:
         return [
-            collectives.new_whole(param, _torch.local_tensor(tensor).device) if param.stays and param.dim is not None else None
+            collectives.new_whole(param, _torch.local_tensor(tensor).device) if param.has_copy else None
             for param, tensor in zip(self._params, self._tensors, strict=True)
         ]
-
-    def _bucket(self) -> tuple[tuple[int, ...], ...]:
-        """Bucket the whole copies by block, in registration order: the same for every graph of the model."""
-        buckets: list[list[Param]] = []
-        for param, whole in zip(self._params, self.copies, strict=True):
-            if whole is None:
-                continue
-            size = sum(other.whole_bytes for other in buckets[-1]) if buckets else 0
-            joins = buckets and (size < self._config.bucket_min_bytes or block_of(buckets[-1][0].name) == block_of(param.name))
-            if not joins or size + param.whole_bytes > self._config.bucket_max_bytes:
-                buckets.append([])
-            buckets[-1].append(param)
-        return tuple(tuple(param.index for param in bucket) for bucket in buckets)
 
     def refresh(self, shards: Sequence[Tensor]) -> None:
         """Launch the gathers of buckets whose shards changed since their last gather, in layer order."""
@@ -116,3 +103,17 @@ class WholeCopies:
         for bucket, members in enumerate(self.buckets):
             if index in members:
                 self.arrivals.wait(bucket)
+
+
+def refresh_buckets(config: Config, params: Sequence[Param]) -> tuple[tuple[int, ...], ...]:
+    """Bucket the parameters that have whole copies by block, in registration order: the same for every graph of the model."""
+    buckets: list[list[Param]] = []
+    for param in params:
+        if not param.has_copy:
+            continue
+        size = sum(other.whole_bytes for other in buckets[-1]) if buckets else 0
+        joins = buckets and (size < config.bucket_min_bytes or block_of(buckets[-1][0].name) == block_of(param.name))
+        if not joins or size + param.whole_bytes > config.bucket_max_bytes:
+            buckets.append([])
+        buckets[-1].append(param)
+    return tuple(tuple(param.index for param in bucket) for bucket in buckets)
