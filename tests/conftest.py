@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +36,12 @@ def ranks(warning_filters: list[WarningFilter]) -> Iterator[Pool]:
     pool = Pool(warning_filters, ENVIRONMENT)
     yield pool
     pool.close()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the collector need not look at it again and again while tests compile."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

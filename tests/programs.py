@@ -71,11 +71,12 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def compiled(model: nn.Module, *inputs: Tensor, world_size: int = 2, train: bool = True, **settings: Any) -> nn.Module:
+def compiled(
+    model: nn.Module, *inputs: Tensor, world_size: int = 2, train: bool = True, config: Config | None = None, **settings: Any
+) -> nn.Module:
     """Compile a model and run one step of it, for its programs."""
-    settings.setdefault("backend", "aot_eager")
     with fake_ranks(world_size):
-        zerofx.compile(model, config=Config(**settings))
+        zerofx.compile(model, config=config or Config(**{"backend": "aot_eager", **settings}))
         if train:
             model(*inputs).backward()
         else:
@@ -91,8 +92,12 @@ def compilation(model: nn.Module) -> Compilation:
     return only
 
 
-@functools.cache
-def stack(layers: int, **settings: Any) -> nn.Module:
+def stack(layers: int, *, world_size: int = 2, **settings: Any) -> nn.Module:
     """A compiled stack, one step in: to be read only, as all who ask for the same settings get the same one."""
+    return _stack(layers, world_size, Config(backend="aot_eager", **settings))
+
+
+@functools.cache
+def _stack(layers: int, world_size: int, config: Config) -> nn.Module:
     torch.manual_seed(0)
-    return compiled(TiedStack(layers), torch.arange(32).view(4, 8), **settings)
+    return compiled(TiedStack(layers), torch.arange(32).view(4, 8), world_size=world_size, config=config)

@@ -1,5 +1,7 @@
 """Run one function on N gloo ranks, in worker processes that live as long as the test session.
 
+Workers are forked from a server that has imported what they all need, so that a new one is there at once.
+
 A call gets a fresh process group over a fresh store. A rank that raises is reported with its traceback, a rank that does not come back
 in time is killed and reported as hung with the stack of each of its threads, and every worker that was not left clean is replaced.
 """
@@ -33,8 +35,10 @@ TIMEOUT_S = 120.0
 GRACE_S = 45.0
 # How long a failed rank is left alone before its death is used to wake the ranks that wait for it.
 LINGER_S = 2.0
-# A spawned worker imports torch before it answers for the first time; this is not part of the time of a test.
-START_S = 60.0
+# What is imported before a worker answers for the first time is not part of the time of a test.
+START_S = 120.0
+# What takes long to import and most calls need. Nothing here starts a thread, which a fork would lose.
+PRELOADED = ["pytest", "tests.stages", "torch._inductor.compile_fx", "torch.distributed.fsdp", "zerofx.backend", "zerofx.hooks"]
 
 WarningFilter = tuple[Any, str, type[Warning], str, int]
 RankFunction = Callable[..., Any]
@@ -92,15 +96,16 @@ class Call:
 class Worker:
     """One spawned process that serves calls, its pipe, and the file its stacks are written to when it hangs."""
 
-    def __init__(self, filters: Sequence[WarningFilter], environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, filters: Sequence[WarningFilter], environment: Mapping[str, str], *, forked: bool) -> None:
+        context = multiprocessing.get_context("forkserver" if forked else "spawn")
+        context.set_forkserver_preload([__name__, *PRELOADED])  # only read when the server starts
         self.connection, theirs = context.Pipe()
         descriptor, name = tempfile.mkstemp(prefix="rank-stacks-")
         os.close(descriptor)
         self.stacks = Path(name)
         self.process = context.Process(target=serve, args=(theirs, list(filters), name), daemon=True)
         with changed_environment(environment):
-            # A spawned process inherits the environment, and torch reads OMP_NUM_THREADS when it is imported.
+            # A spawned process inherits the environment, as the server does, and torch reads OMP_NUM_THREADS when it is imported.
             self.process.start()
         theirs.close()
         self.ready = False
@@ -129,10 +134,15 @@ class Worker:
 
 
 class Pool:
-    """Workers kept for the session, started when a call first needs them."""
+    """Workers kept for the session, started when a call first needs them.
 
-    def __init__(self, filters: Sequence[WarningFilter] = (), environment: Mapping[str, str] | None = None) -> None:
+    What the server of forked workers imported was imported in the first pool's environment: a pool for which another one must count
+    from the start says ``forked=False``.
+    """
+
+    def __init__(self, filters: Sequence[WarningFilter] = (), environment: Mapping[str, str] | None = None, *, forked: bool = True) -> None:
         self._filters = list(filters)
+        self._forked = forked
         self._environment = dict(environment or {})
         self._workers: list[Worker] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -171,7 +181,7 @@ class Pool:
 
     def _take(self, world: int) -> list[Worker]:
         while len(self._workers) < world:
-            self._workers.append(Worker(self._filters, self._environment))
+            self._workers.append(Worker(self._filters, self._environment, forked=self._forked))
         workers = self._workers[:world]
         for worker in workers:
             worker.await_ready()
@@ -222,6 +232,8 @@ def serve(connection: Connection, filters: Sequence[WarningFilter], stacks: str)
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         faulthandler.enable(stacks_file)
         torch.set_num_threads(1)
+        # What is imported stays: the collector, which runs after every call, need not look at it again.
+        gc.freeze()
         connection.send_bytes(b"ready")
         with suppress(EOFError):
             while True:

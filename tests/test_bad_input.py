@@ -372,7 +372,7 @@ def test_no_compiler_for_inductor(warning_filters: list[WarningFilter], tmp_path
     """In processes that never had a compiler: no other test's cache or answer can help them."""
     nowhere = tmp_path_factory.mktemp("nowhere")
     without = {"PATH": str(nowhere), "CXX": str(nowhere / "c++"), "CC": str(nowhere / "cc"), "TORCHINDUCTOR_CACHE_DIR": str(nowhere)}
-    pool = Pool(warning_filters, ENVIRONMENT | without)
+    pool = Pool(warning_filters, ENVIRONMENT | without, forked=False)
     try:
         by_rank = pool.run(inductor_without_compiler, 2)
     finally:

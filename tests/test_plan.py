@@ -28,9 +28,13 @@ def _tokens() -> Tensor:
     return torch.arange(32).view(4, 8)
 
 
-def _compiled_on_rank(rank: int, world: int, stage: int, machines: tuple[str | None, ...]) -> list[str]:
+# What differs between a plan and a rank's own program is in these; 3 ranks have uneven shards.
+PLANNED = ((1, None), (2, None), (3, None), (3, "h100"))
+
+
+def _compiled_on_rank(rank: int, world: int) -> list[str]:
     found = []
-    for machine in machines:
+    for stage, machine in PLANNED:
         torch.manual_seed(0)
         model = zerofx.compile(TiedStack(3), stage=stage, backend="aot_eager", hardware=machine)
         model(_tokens()).backward()
@@ -39,14 +43,12 @@ def _compiled_on_rank(rank: int, world: int, stage: int, machines: tuple[str | N
     return found
 
 
-@pytest.mark.parametrize(("stage", "machines"), [(1, (None,)), (2, (None,)), (3, (None, "h100"))])
-def test_a_plan_for_eight_ranks_is_what_eight_ranks_compile(ranks: Pool, stage: int, machines: tuple[str | None, ...]) -> None:
+def test_a_plan_for_ranks_is_what_the_ranks_compile(ranks: Pool) -> None:
     planned = []
-    for machine in machines:
+    for stage, machine in PLANNED:
         config = Config(stage=stage, backend="aot_eager", hardware=None if machine is None else hardware_named(machine))
-        planned += planner.trace(TiedStack(3), (_tokens(),), None, config, 8, "gloo").scheduled
-    found = ranks.run(_compiled_on_rank, 8, stage, machines)
-    assert found == [[digest(program) for program in planned]] * 8
+        planned += planner.trace(TiedStack(3), (_tokens(),), None, config, 3, "gloo").scheduled
+    assert ranks.run(_compiled_on_rank, 3) == [[digest(program) for program in planned]] * 3
 
 
 def test_a_digest_tells_programs_apart_and_not_names() -> None:

@@ -35,7 +35,7 @@ def _planned(layers: int, machine: Hardware | None, **settings: object) -> list[
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_bytes_along_the_slots_are_those_of_the_program(stage: int) -> None:
     """What placement counts is what the scheduled program holds, so that its limit is the program's."""
-    for program, bytes_per_s in itertools.product(_programs(compilation(stack(6, stage=stage))), (None, 1e5, 1e7, 1e9)):
+    for program, bytes_per_s in itertools.product(_programs(compilation(stack(4, stage=stage))), (None, 1e5, 1e7, 1e9)):
         bare, machine = _unscheduled(program), None if bytes_per_s is None else _slow(bytes_per_s)
         smallest = memory.peak_bytes(bare)
         for limit in (None, smallest, int(1.2 * smallest), int(1.6 * smallest), 3 * smallest):

@@ -1,6 +1,8 @@
 """What moves is what D4's table says and what the schedule predicts: counted in the running step, and in the graph."""
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -71,10 +73,18 @@ def _count(rank: int, world: int, micro_batches: int) -> list[dict[str, object]]
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_bytes_sent_are_those_of_the_table(ranks: Pool, world: int, micro_batches: int) -> None:
-    for by_stage in ranks.run(_count, world, micro_batches):
+ByRank = list[list[dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def counted(ranks: Pool) -> Callable[[int, int], ByRank]:
+    """What `_count` finds, to be read only: every test that asks for the same ranks and micro-batches gets the same."""
+    return functools.cache(lambda world, micro_batches: ranks.run(_count, world, micro_batches))
+
+
+@pytest.mark.parametrize(("world", "micro_batches"), [(2, 1), (2, 4), (4, 4)])
+def test_bytes_sent_are_those_of_the_table(counted: Callable[[int, int], ByRank], world: int, micro_batches: int) -> None:
+    for by_stage in counted(world, micro_batches):
         for stage, found in zip(STAGES, by_stage, strict=True):
             share = found["bytes"] * (world - 1) // world
             sent = found["sent"]
@@ -86,16 +96,16 @@ def test_bytes_sent_are_those_of_the_table(ranks: Pool, world: int, micro_batche
                 assert micro_batches * share < sent["all_gather"] <= 2 * micro_batches * share
 
 
-def test_prediction_is_exact(ranks: Pool) -> None:
-    for by_stage in ranks.run(_count, 2, 1):
+def test_prediction_is_exact(counted: Callable[[int, int], ByRank]) -> None:
+    for by_stage in counted(2, 1):
         for found in by_stage:
             assert found["sent"] == found["predicted"]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_launches_are_those_of_the_graphs(ranks: Pool, micro_batches: int) -> None:
+def test_launches_are_those_of_the_graphs(counted: Callable[[int, int], ByRank], micro_batches: int) -> None:
     kinds = {"all_gather_into_tensor_out": "all_gather", "all_to_all_single": "reduce_scatter", "all_reduce": "all_reduce"}
-    for by_stage in ranks.run(_count, 2, micro_batches):
+    for by_stage in counted(2, micro_batches):
         for stage, found in zip(STAGES, by_stage, strict=True):
             graphs, launches = found["graphs"], dict(found["launches"])
             refreshes = launches.pop("all_gather", 0) if stage in (1, 2) else 0

@@ -13,7 +13,7 @@ def _buckets(program: Program | None, kind: str) -> list[tuple[int, ...]]:
 
 
 def test_buckets_end_where_blocks_end() -> None:
-    found = compilation(stack(6, stage=3))
+    found = compilation(stack(4, stage=3))
     assert found.forward is not None
     middle = _buckets(found.forward, "gather_start")[1:-1]
     for members in middle:
@@ -21,13 +21,13 @@ def test_buckets_end_where_blocks_end() -> None:
 
 
 def test_small_blocks_merge() -> None:
-    one = _buckets(compilation(stack(6, stage=3)).forward, "gather_start")
-    merged = _buckets(compilation(stack(6, stage=3, bucket_min_bytes=2**19)).forward, "gather_start")
+    one = _buckets(compilation(stack(4, stage=3)).forward, "gather_start")
+    merged = _buckets(compilation(stack(4, stage=3, bucket_min_bytes=2**19)).forward, "gather_start")
     assert len(merged) < len(one)
 
 
 def test_large_blocks_split() -> None:
-    found = compilation(stack(6, stage=3, bucket_max_bytes=2**16))
+    found = compilation(stack(4, stage=3, bucket_max_bytes=2**16))
     assert found.forward is not None
     for members in _buckets(found.forward, "gather_start"):
         size = sum(found.forward.params[index].whole_bytes for index in members)

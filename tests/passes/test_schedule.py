@@ -10,16 +10,18 @@ from tests.programs import TiedStack, compilation, compiled, fake_ranks, stack
 from zerofx import memory
 from zerofx.program import Program
 
+LAYERS = 4  # more buckets than any window here is wide
+
 
 @functools.cache
 def _smallest_limit() -> int:
     with pytest.raises(zerofx.MemoryLimitError) as caught:
-        stack(6, stage=3, memory_limit_bytes=1)
+        stack(LAYERS, stage=3, memory_limit_bytes=1)
     return caught.value.smallest_bytes
 
 
 def _programs(limit: int | None, **options: int) -> list[Program]:
-    found = compilation(stack(6, stage=3, memory_limit_bytes=limit, **options))
+    found = compilation(stack(LAYERS, stage=3, memory_limit_bytes=limit, **options))
     assert found.forward is not None
     assert found.backward is not None
     return [found.forward, found.backward]
@@ -52,7 +54,7 @@ def test_the_smallest_limit_in_the_message_is_the_smallest_that_works() -> None:
     for program in _programs(smallest):
         assert memory.peak_bytes(program) <= smallest
     with pytest.raises(zerofx.MemoryLimitError, match=f"the smallest that works is {smallest} bytes"):
-        stack(6, stage=3, memory_limit_bytes=smallest - 1)
+        stack(LAYERS, stage=3, memory_limit_bytes=smallest - 1)
 
 
 class UsedFirstAndLast(nn.Module):
