@@ -126,7 +126,7 @@ def test_all_ranks_draw_the_numbers_of_rank_0(ranks: Pool) -> None:
     assert ranks.run(build_with_seeds_of_their_own, 2) == [[]] * 2
 
 
-WIDTH, LAYERS = 2900, 14  # 32 MiB a weight, which malloc gives back to the system when it is freed
+WIDTH, LAYERS = 2900, 20  # 32 MiB a weight, which malloc gives back to the system when it is freed
 
 
 class Large(nn.Module):
