@@ -47,12 +47,15 @@ def compile(
     """Shard a model's states over the ranks and compile its steps, in place; return the same model.
 
     Every parameter becomes a DTensor of the same logical shape under its old name. Rank 0's parameters and buffers
-    are the ones that all ranks start from. ``precision`` sets the dtypes of compute and of reductions; parameters and gradients
-    keep their own. A gradient is the mean of those of all ranks; with ``reduce="sum"`` it is their sum, for a loss that each rank
-    divides by a count over all ranks (tokens). ``methods`` names those that are called from outside, as ``forward`` is.
-    ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole parameters and communication buffers in flight. ``hardware``
-    (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication starts as
-    early as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
+    are the ones that all ranks start from; shards that ``zerofx.init`` left are kept. A model on the meta device stays there until
+    ``load_state_dict`` with whole values, or an initialisation inside ``zerofx.init(model)``; what has no values, a forward refuses.
+
+    ``precision`` sets the dtypes of compute and of reductions; parameters and gradients keep their own. A gradient is the mean of
+    those of all ranks; with ``reduce="sum"`` it is their sum, for a loss that each rank divides by a count over all ranks (tokens).
+    ``methods`` names those that are called from outside, as ``forward`` is. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole
+    parameters and communication buffers in flight. ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the
+    schedule is optimized for; without it, communication starts as early as it may. ``passes`` join the pipeline by their levels.
+    ``config`` replaces all other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
     RankMismatchError where ranks pass different models or settings.
@@ -77,7 +80,7 @@ def compile(
         device = checks.check_model(model)
         checks.check_methods(model, settings.methods)
         checks.check_compiler(settings, device)
-        mesh = checks.mesh_of(model, mesh)
+        mesh = checks.mesh_of(model, mesh, "zerofx.compile")
     except ZerofxError as error:
         local = error
     try:

@@ -90,7 +90,7 @@ def check_memory(named: Iterable[tuple[str, Tensor]], where: str) -> None:
                 )
 
 
-def mesh_of(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
+def mesh_of(model: nn.Module, mesh: DeviceMesh | None, where: str) -> DeviceMesh | None:
     """Return the mesh that a model's parameters are sharded over already, else the given one."""
     for name, tensor in model.named_parameters():
         if isinstance(tensor, DTensor):
@@ -98,7 +98,7 @@ def mesh_of(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
             if tensor.device_mesh != mesh:
                 raise ShardingError(
                     f"{name} is sharded over {tensor.device_mesh}, the rest over {mesh}",
-                    where=f"zerofx.compile, {type(model).__name__}",
+                    where=f"{where}, {type(model).__name__}",
                     why="the ranks of one mesh share a model",
                     remedy="pass the same mesh to zerofx.init and zerofx.compile, or pass none to zerofx.compile",
                 )

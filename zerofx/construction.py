@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx import _torch, groups, sharding
-from zerofx.checks import check_memory
+from zerofx.checks import check_memory, mesh_of
 from zerofx.errors import ConfigError, ShardingError, ZerofxError
 from zerofx.groups import Group
 from zerofx.module import binding_of
@@ -40,6 +40,7 @@ _ADDRESSES: frozenset[Any] = frozenset(
         Tensor.__array__,
         Tensor.__dlpack__,
         Tensor._typed_storage,
+        Tensor.const_data_ptr,  # type: ignore[attr-defined]
         Tensor.data_ptr,
         Tensor.is_shared,
         Tensor.numpy,
@@ -47,6 +48,7 @@ _ADDRESSES: frozenset[Any] = frozenset(
         Tensor.storage,
         Tensor.tolist,
         Tensor.untyped_storage,
+        Tensor.__cuda_array_interface__.__get__,
     )
 )
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -74,8 +76,14 @@ def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> I
             why="each would free the memory that the other works on",
             remedy="enter it once, around the construction of the whole model",
         )
-    binding = None if model is None else binding_of(model)
-    mesh = binding.runtime.mesh if binding is not None else mesh
+    if not isinstance(model, nn.Module | None):
+        raise ShardingError(
+            f"{type(model).__name__} is not a torch.nn.Module",
+            where="the first argument of zerofx.init",
+            why="it is the model whose parameters are filled inside",
+            remedy="pass a mesh by its name, zerofx.init(mesh=mesh), and nothing for a model that is built inside",
+        )
+    mesh = mesh if model is None else mesh_of(model, mesh, "zerofx.init")
     mesh, group = groups.resolve_mesh(mesh, groups.device_type(), where="zerofx.init")
     site = _Site(mesh, group)
     if model is not None:
@@ -108,7 +116,8 @@ class _Site:
         wholes: dict[nn.Parameter, nn.Parameter] = {}
         for tensor in model.parameters():
             if isinstance(tensor, DTensor) and not tensor.is_meta:
-                wholes[tensor] = self._storages.stand_in(_torch.local_tensor(tensor), sharding.param_of(tensor, self._group))
+                shard, param = _torch.local_tensor(tensor), sharding.param_of(tensor, self._group)
+                wholes[tensor] = self._storages.stand_in(shard, param, requires_grad=tensor.requires_grad)
         self._compiled = {whole: tensor for tensor, whole in wholes.items()}
         sharding.rebind(model.modules(), wholes)
 

@@ -55,7 +55,7 @@ class Runtime(ABC):
         ]
         self.shards: list[Tensor] = []
         self.device = _torch.local_tensor(tensors[0]).device
-        self.vacancies = Vacancies(modules)
+        self.vacancies = Vacancies(modules, is_open=any(tensor.is_meta for tensor in tensors))
         self.versions = Versions(tensors)
         self.wholes = WholeCopies(config, group, params, tensors, self.versions)
         self.gradients = Gradients(config, group, params, tensors)

@@ -54,9 +54,9 @@ class Storages:
         self._held[storage] = Held(self.param_of(tensor), _unnamed(tensor))
         self._open.add(storage)
 
-    def stand_in(self, shard: Tensor, param: Param) -> nn.Parameter:
+    def stand_in(self, shard: Tensor, param: Param, *, requires_grad: bool) -> nn.Parameter:
         """Return a closed whole parameter for a shard, which is what it will be written to."""
-        whole = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=shard.device), requires_grad=False)
+        whole = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=shard.device), requires_grad)
         storage = whole.untyped_storage()
         storage.resize_(0)
         self._held[storage] = Held(param, _unnamed(whole), shard)

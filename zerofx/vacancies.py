@@ -17,10 +17,9 @@ from zerofx.errors import ShardingError
 class Vacancies:
     """Knows the tensors without values of a model that was compiled on the meta device, until the last of them has some."""
 
-    def __init__(self, modules: tuple[tuple[str, nn.Module], ...]) -> None:
-        self._modules = modules
+    def __init__(self, modules: tuple[tuple[str, nn.Module], ...], *, is_open: bool) -> None:
+        self._modules, self.is_open = modules, is_open
         self._given: dict[tuple[nn.Module, str], tuple[Tensor, int]] = {}
-        self.is_open = any(tensor.is_meta for _, module in modules for _, tensor in _own(module))
 
     @contextmanager
     def watching(self, root: nn.Module) -> Iterator[None]:
