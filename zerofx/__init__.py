@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from zerofx.errors import (
+    CheckpointError,
     CompilerError,
     ConfigError,
     MemoryLimitError,
@@ -14,14 +15,17 @@ from zerofx.errors import (
 
 if TYPE_CHECKING:
     from zerofx.api import compile, no_sync, schedule
+    from zerofx.checkpoint import load, load_safetensors, save
     from zerofx.config import Config, HookLimits
     from zerofx.construction import init
     from zerofx.estimates import Estimate, estimate
+    from zerofx.full_state import full_state_dict
     from zerofx.gather import gathered
     from zerofx.plans import Plan, plan
     from zerofx.render import Schedule
 
 __all__ = [
+    "CheckpointError",
     "CompilerError",
     "Config",
     "ConfigError",
@@ -36,10 +40,14 @@ __all__ = [
     "ZerofxError",
     "compile",
     "estimate",
+    "full_state_dict",
     "gathered",
     "init",
+    "load",
+    "load_safetensors",
     "no_sync",
     "plan",
+    "save",
     "schedule",
 ]
 __version__ = "0.1.0"
@@ -52,7 +60,11 @@ _HOMES = {
     "estimate": "zerofx.estimates",
     "gathered": "zerofx.gather",
     "init": "zerofx.construction",
+    "full_state_dict": "zerofx.full_state",
+    "load": "zerofx.checkpoint",
+    "load_safetensors": "zerofx.checkpoint",
     "plan": "zerofx.plans",
+    "save": "zerofx.checkpoint",
 }
 
 

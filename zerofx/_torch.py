@@ -78,6 +78,19 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
+def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor cut as another one around a local tensor, which stays where it is; ``from_local`` moves it to the mesh's device."""
+    assert isinstance(tensor, DTensor)
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def default_store() -> torch.distributed.Store:
+    """Return the store that the process groups of this job met through; no public way to it."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def apply_to_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Map the tensors of nested inputs, dataclasses included, as torch's own data parallels cast them."""
     from torch.distributed.utils import _apply_to_tensors

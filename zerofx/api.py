@@ -20,7 +20,7 @@ from zerofx.errors import ShardingError, ZerofxError
 from zerofx.hardware import THIS_MACHINE, Hardware
 from zerofx.hardware import hardware as named_hardware
 from zerofx.hooks import HookedRuntime
-from zerofx.module import binding_of
+from zerofx.module import runtime_of
 from zerofx.params import Param
 from zerofx.passes import STAGES
 from zerofx.predictions import predict
@@ -115,7 +115,7 @@ def schedule(model: nn.Module) -> Schedule:
     Where the model was compiled for some hardware, with the predicted timeline of that step.
     Raises ShardingError for a model that was not compiled, or has not run yet.
     """
-    state = _runtime_of(model)
+    state: Runtime = runtime_of(model)
     found, machine = state.schedule(), state.config.machine
     if found is None:
         raise ShardingError(
@@ -136,22 +136,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Stages 2 and 3 hold no whole gradients: they reduce every backward and add up shards, inside as outside.
     """
-    with runtime.no_sync(_runtime_of(model)):
+    with runtime.no_sync(runtime_of(model)):
         yield
-
-
-def _runtime_of(model: nn.Module) -> Runtime:
-    binding = binding_of(model)
-    if binding is None:
-        raise ShardingError(
-            f"{type(model).__name__} was not compiled by zerofx",
-            where="the model argument",
-            why="only a compiled model has shards and a schedule",
-            remedy="call zerofx.compile(model) first, and pass the model that it returns",
-        )
-    found = binding.runtime
-    assert isinstance(found, Runtime)
-    return found
 
 
 def _described(

@@ -39,6 +39,10 @@ class RankMismatchError(ZerofxError):
     """The ranks disagree on the model or on the settings."""
 
 
+class CheckpointError(ZerofxError):
+    """What is saved or loaded does not fit the model, is damaged, or cannot be written."""
+
+
 class CompilerError(ZerofxError):
     """The backend that should compile the graphs is not usable here."""
 

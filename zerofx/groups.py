@@ -183,3 +183,19 @@ def broadcast(tensors: Sequence[Tensor], mesh: DeviceMesh, group: Group) -> None
             dist.broadcast(wire, source, group=process_group)
             if staged.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(staged)
+
+
+def gather(tensor: Tensor, mesh: DeviceMesh, group: Group, *, first_only: bool = False) -> list[Tensor] | None:
+    """Return every rank's tensor, in rank order; all have one shape. With ``first_only``, the group's first rank gets them, others None."""
+    if group.size == 1:
+        return [tensor]
+    process_group = mesh.get_group()
+    # a byte view carries any dtype
+    sent = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if first_only:
+        arrived = [torch.empty_like(sent) for _ in range(group.size)] if group.rank == 0 else None
+        dist.gather(sent, arrived, dist.get_global_rank(process_group, 0), group=process_group)
+    else:
+        arrived = [torch.empty_like(sent) for _ in range(group.size)]
+        dist.all_gather(arrived, sent, group=process_group)
+    return None if arrived is None else [part.view(tensor.dtype).view(tensor.shape) for part in arrived]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.errors import ShardingError
+from zerofx.errors import CheckpointError, ShardingError
 from zerofx.vacancies import give_memory
 
 _BINDING = "_zerofx"
@@ -52,6 +52,19 @@ def bind(module: nn.Module, binding: Binding, entry: str | None, methods: frozen
 def binding_of(module: nn.Module) -> Binding | None:
     """Return a module's binding, None where zerofx has not sharded it."""
     return module.__dict__.get(_BINDING)
+
+
+def runtime_of(model: nn.Module) -> Any:
+    """Return the runtime of a compiled model. Raises ShardingError for any other."""
+    binding = binding_of(model) if isinstance(model, nn.Module) else None
+    if binding is None:
+        raise ShardingError(
+            f"{type(model).__name__} was not compiled by zerofx",
+            where="the model argument",
+            why="only a compiled model has shards and a schedule",
+            remedy="call zerofx.compile(model) first, and pass the model that it returns",
+        )
+    return binding.runtime
 
 
 def bindings(module: nn.Module) -> Iterator[tuple[nn.Module, Binding]]:
@@ -148,6 +161,8 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
 def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
     """Accept whole tensors for sharded parameters: keep this rank's shard of each. On the meta device, first make room for them."""
     binding = self._zerofx
+    if binding.runtime.root is self:
+        _check_ties(binding.runtime.params, state_dict, prefix)
     if binding.runtime.vacancies.is_open:
         give_memory(self, binding.runtime.mesh.device_type, recurse=False)
         local_metadata = {**local_metadata, "assign_to_params_buffers": False}
@@ -156,3 +171,23 @@ def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, lo
         if isinstance(value, torch.Tensor):
             state_dict[prefix + name] = binding.runtime.shard_like(index, value)
     self._zerofx_key[0]._load_from_state_dict(self, state_dict, prefix, local_metadata, *args)
+
+
+def _check_ties(params: tuple[Any, ...], state_dict: dict[str, Any], prefix: str) -> None:
+    """Refuse two values for one parameter, before the first is copied: the last would win."""
+    for param in params:
+        found = [name for name in param.names if isinstance(state_dict.get(prefix + name), torch.Tensor)]
+        for name in found[1:]:
+            first, other = state_dict[prefix + found[0]], state_dict[prefix + name]
+            if first is not other and not torch.equal(first, other):
+                raise tie_error(found[0], name)
+
+
+def tie_error(first: str, other: str) -> CheckpointError:
+    """Build the error for two different values of one parameter."""
+    return CheckpointError(
+        f"{first} and {other} are one parameter of the model, and two different values are to be loaded",
+        where=f"{first} and {other}",
+        why="either value would be wrong for one of the two uses",
+        remedy="leave one of the two keys out, or untie the model before zerofx.compile",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +48,7 @@ class Runtime(ABC):
         self.config, self.mesh, self.group, self.params = config, mesh, group, params
         self.tensors, self._modules = tensors, modules
         self._members: list[dict[str, int]] = []
+        self.saving: Future[None] | None = None
         self.inside = False
         self._reads: list[tuple[int, Tensor, int]] = []
         self.geometry = [
@@ -74,6 +76,11 @@ class Runtime(ABC):
         memo.update({id(self): copied, id(self.mesh): self.mesh, id(self.config): self.config})
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+    @property
+    def root(self) -> nn.Module:
+        """The model."""
+        return self._modules[0][1]
 
     # ---------------------------------------------------------------- forward
 
