@@ -1,13 +1,18 @@
-"""Settings written for DeepSpeed say what the arguments of an estimate would."""
+"""Settings written for DeepSpeed: what they say of an estimate, and what they become for ``zerofx.compile``."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zerofx
 from zerofx.__main__ import main
+from zerofx.batch import Batch
+from zerofx.config import Config, HookLimits
+from zerofx.deepspeed_keys import ALIASES, MAPPED, REFUSED, UNUSED
+from zerofx.lossscale import LossScale
 
 DEEPSPEED = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -70,6 +75,7 @@ BAD: dict[str, Any] = {
     "optimizer='onebitadam'": {"optimizer": {"type": "OneBitAdam"}},
     "offload_optimizer to 'nvme'": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
     "bf16=True is no mapping": {"bf16": True},
+    "zero_optimisation": {"zero_optimisation": {"stage": 3}},
     "[] is no mapping": [],
     "'/no/such/file' is not a JSON file": "/no/such/file",
 }
@@ -82,3 +88,175 @@ def test_bad_settings_have_four_parts(words: str) -> None:
     error = caught.value
     assert words in error.what
     assert all(part.strip() for part in (error.what, error.where, error.why, error.remedy))
+
+
+# As transformers' documentation has people write it.
+TRAINER = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 3, "min_loss_scale": 2},
+    "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "zero_quantized_weights": False,
+        "offload_param": {"device": "none", "pin_memory": True},
+    },
+    "communication_data_type": "fp32",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "steps_per_print": 10,
+}
+ARGUMENTS = {
+    "bf16": False,
+    "fp16": True,
+    "learning_rate": 3e-4,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-8,
+    "warmup_steps": 0,
+    "gradient_accumulation_steps": 4,
+    "per_device_train_batch_size": 2,
+    "max_grad_norm": 0.5,
+    "hidden_size": 64,
+}
+
+
+def test_a_file_becomes_a_config_and_what_the_loop_needs(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(TRAINER))
+    found = Config.from_deepspeed(path, world_size=8, auto=ARGUMENTS)
+    assert found.config == Config(
+        stage=3,
+        param_dtype=torch.float16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # DeepSpeed casts inputs only where fp16.auto_cast says so
+        bucket_max_bytes=2 * 64 * 64,
+        reduces_in_flight=0,
+        hooks=HookLimits(prefetch_elements=int(0.9 * 64 * 64), max_live_elements=10**9),
+    )
+    assert found.batch == Batch(train_size=64, micro_size=2, micro_batches=4)
+    assert found.gradient_clipping == 0.5
+    assert found.loss_scale == LossScale(initial_scale=2.0**12, hysteresis=3, min_scale=2)
+    assert found.optimizer is not None
+    # DeepSpeed's Adam decays as AdamW does, and nothing unless told; torch's AdamW would by default.
+    assert (found.optimizer.name, found.optimizer.arguments) == (
+        "AdamW",
+        {"weight_decay": 0.0, "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8},
+    )
+    assert found.scheduler is not None
+    assert found.scheduler.arguments == {"warmup_min_lr": 0, "warmup_num_steps": 1}
+    # 8 settings of their own, 1 + 5 + 1 + 3 + 1 + 2 + 8 in sections, each in the report once
+    assert len({*found.report.mapped, *found.report.unused}) == len(found.report.mapped) + len(found.report.unused) == 27
+    assert found.report.mapped["zero_optimization.reduce_bucket_size"] == "config.bucket_max_bytes"
+    assert found.report.unused["zero_optimization.zero_quantized_weights"] == "it is off"
+    assert "contiguous_gradients" in str(found.report)
+
+
+def test_every_known_setting_has_one_meaning() -> None:
+    assert not (MAPPED.keys() & UNUSED.keys()) | (MAPPED.keys() & REFUSED.keys()) | (UNUSED.keys() & REFUSED.keys())
+    assert all(name in {*MAPPED, *UNUSED, *REFUSED, "bf16"} for name in ALIASES.values())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name_and_may_be_off(name: str) -> None:
+    section, _, key = name.rpartition(".")
+
+    def settings(value: Any) -> dict[str, Any]:
+        return {"gradient_clipping": 1.0, **({section: {key: value}} if section else {key: value})}
+
+    refusal = REFUSED[name]
+    for off in (refusal.off[0], {} if None in refusal.off else refusal.off[-1]):
+        assert Config.from_deepspeed(settings(off)).config.stage == 0
+    on = {refusal.switch: "cpu"} if refusal.switch else {"anything": 1}
+    for value in (on, 7):
+        with pytest.raises(zerofx.ConfigError) as caught:
+            Config.from_deepspeed(settings(value))
+        assert name in caught.value.what
+        assert refusal.why in caught.value.why
+
+
+def test_defaults_that_changed_go_by_the_version_or_warn() -> None:
+    settings = {"bf16": {"enabled": True}}
+    old = Config.from_deepspeed(settings, version="0.16.4")
+    assert (old.gradient_clipping, old.loss_scale) == (None, None)
+    new = Config.from_deepspeed(settings, version="0.19.3")
+    # overflows skip their step, at a scale of 1
+    assert (new.gradient_clipping, new.loss_scale) == (1.0, LossScale(initial_scale=1.0, is_dynamic=False))
+    with pytest.warns(UserWarning, match=r"gradient_clipping was 0\.0 before 0\.19\.3.*check_grad_overflow") as warned:
+        assert Config.from_deepspeed(settings) == new
+    assert warned[0].filename == __file__
+    explicit = Config.from_deepspeed({"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0})
+    assert (explicit.gradient_clipping, explicit.loss_scale) == (None, None)
+
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "batch"),
+    [
+        ((256, 8, None), 8, (256, 8, 4)),
+        ((256, None, 4), 8, (256, 8, 4)),
+        ((None, 8, 4), 8, (256, 8, 4)),
+        (("auto", 8, 4), 8, (256, 8, 4)),
+        ((256, None, None), 8, (256, 32, 1)),
+        ((None, 8, None), 8, (64, 8, 1)),
+        ((None, None, None), 8, (None, None, None)),
+        ((256, 8, 4), None, (256, 8, 4)),  # before there are ranks
+        ((None, 8, 4), None, (None, 8, 4)),
+    ],
+)
+def test_any_two_sizes_of_a_batch_give_the_third(sizes: tuple[Any, ...], world: int | None, batch: tuple[Any, ...]) -> None:
+    settings = {"gradient_clipping": 1.0, **dict(zip(SIZES, sizes, strict=True))}
+    assert Config.from_deepspeed(settings, world_size=world).batch == Batch(*batch)
+
+
+@pytest.mark.parametrize(("sizes", "world"), [((256, 4, 8), 1), ((255, None, 4), 8), ((256, 7, None), 8), ((3, None, None), 8)])
+def test_sizes_of_a_batch_that_do_not_fit(sizes: tuple[Any, ...], world: int) -> None:
+    settings = {"gradient_clipping": 1.0, **dict(zip(SIZES, sizes, strict=True))}
+    with pytest.raises(zerofx.ConfigError) as caught:
+        Config.from_deepspeed(settings, world_size=world)
+    told = str(caught.value)
+    assert all(f"{name}={size}" in told for name, size in zip(SIZES, sizes, strict=True))
+    assert f"world size of {world}" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bf16": {"enabled": "auto"}}, ("bf16.enabled", "auto={'bf16': ...}")),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, ("reduce_bucket_size", "hidden_size")),
+        ({"zero_optimization": {"overlap_comm": "auto"}}, ("zero_optimization.overlap_comm",)),
+        ({"gradient_clipping": 1.0, "grad_accum_steps": 2}, ("grad_accum_steps",)),
+        ({"zero_optimization": {"stage3_prefetch_bucket": 2}}, ("stage3_prefetch_bucket_size",)),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ("bf16", "fp16", "both")),
+        ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, ("bf16.enabled", "twice")),
+        ({"optimizer": {"type": "OneBitAdam"}}, ("OneBitAdam", "torch.optim")),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ("max_grad_norm", "gradient_clipping")),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, ("hysteresis=0",)),
+        ({"gradient_clipping": "much"}, ("gradient_clipping='much'",)),
+        ({"train_batch_size": 0}, ("train_batch_size=0",)),
+        ({"zero_optimization": {"stage": 4}}, ("stage=4",)),
+        ({"communication_data_type": "fp8"}, ("communication_data_type", "fp16")),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_translated(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(zerofx.ConfigError) as caught:
+        Config.from_deepspeed(settings, version="0.19.8")
+    assert all(word in str(caught.value) for word in words)
+    assert all(part.strip() for part in (caught.value.what, caught.value.where, caught.value.why, caught.value.remedy))
+
+
+def test_a_setting_that_is_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 0.0}')
+    with pytest.raises(zerofx.ConfigError, match="'gradient_clipping' is there twice"):
+        Config.from_deepspeed(path)

@@ -6,6 +6,7 @@ from zerofx.errors import (
     CheckpointError,
     CompilerError,
     ConfigError,
+    LossScaleError,
     MemoryLimitError,
     RankMismatchError,
     ShardingError,
@@ -16,13 +17,15 @@ from zerofx.errors import (
 if TYPE_CHECKING:
     from zerofx.api import compile, no_sync, schedule
     from zerofx.checkpoint import load, load_safetensors, save
-    from zerofx.config import Config, HookLimits
+    from zerofx.config import Config, HookLimits, Imported
     from zerofx.construction import init
     from zerofx.estimates import Estimate, estimate
     from zerofx.full_state import full_state_dict
     from zerofx.gather import gathered
+    from zerofx.lossscale import LossScale
     from zerofx.plans import Plan, plan
     from zerofx.render import Schedule
+    from zerofx.scaler import GradScaler
 
 __all__ = [
     "CheckpointError",
@@ -30,7 +33,11 @@ __all__ = [
     "Config",
     "ConfigError",
     "Estimate",
+    "GradScaler",
     "HookLimits",
+    "Imported",
+    "LossScale",
+    "LossScaleError",
     "MemoryLimitError",
     "Plan",
     "RankMismatchError",
@@ -54,7 +61,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "Config": "zerofx.config",
     "Estimate": "zerofx.estimates",
+    "GradScaler": "zerofx.scaler",
     "HookLimits": "zerofx.config",
+    "Imported": "zerofx.config",
+    "LossScale": "zerofx.lossscale",
     "Plan": "zerofx.plans",
     "Schedule": "zerofx.render",
     "estimate": "zerofx.estimates",

@@ -15,17 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from zerofx import checks, groups, runtime, sharding
 from zerofx.backend import CompiledRuntime
-from zerofx.config import Config, parse_bytes
-from zerofx.errors import ShardingError, ZerofxError
+from zerofx.config import Config
+from zerofx.errors import ConfigError, ShardingError, ZerofxError
 from zerofx.hardware import THIS_MACHINE, Hardware
 from zerofx.hardware import hardware as named_hardware
 from zerofx.hooks import HookedRuntime
+from zerofx.keepfp32 import kept_modules
 from zerofx.module import runtime_of
 from zerofx.params import Param
 from zerofx.passes import STAGES
+from zerofx.precision import precision_fields
 from zerofx.predictions import predict
 from zerofx.render import Schedule
 from zerofx.runtime import Runtime
+from zerofx.units import parse_bytes
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -35,7 +38,8 @@ def compile(
     *,
     stage: int = 3,
     mesh: DeviceMesh | None = None,
-    precision: MixedPrecisionPolicy | None = None,
+    precision: MixedPrecisionPolicy | str | None = None,
+    keep_fp32: str | Sequence[str] = (),
     reduce: str = "mean",
     methods: Sequence[str] = (),
     memory_limit: int | str | None = None,
@@ -50,8 +54,10 @@ def compile(
     are the ones that all ranks start from; shards that ``zerofx.init`` left are kept. A model on the meta device stays there until
     ``load_state_dict`` with whole values, or an initialisation inside ``zerofx.init(model)``; what has no values, a forward refuses.
 
-    ``precision`` sets the dtypes of compute and of reductions; parameters and gradients keep their own. A gradient is the mean of
-    those of all ranks; with ``reduce="sum"`` it is their sum, for a loss that each rank divides by a count over all ranks (tokens).
+    ``precision`` sets the dtypes of compute and of reductions: ``"bf16"`` and ``"fp16"`` (both average gradients in fp32), ``"fp32"``,
+    or torch's policy; parameters and gradients keep their own. Modules that ``keep_fp32`` names (by class, or by a pattern of
+    qualified names) compute in fp32 all the same, as batch norms with running statistics always do. A gradient is the mean of those
+    of all ranks; with ``reduce="sum"`` it is their sum, for a loss that each rank divides by a count over all ranks (tokens).
     ``methods`` names those that are called from outside, as ``forward`` is. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole
     parameters and communication buffers in flight. ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the
     schedule is optimized for; without it, communication starts as early as it may. ``passes`` join the pipeline by their levels.
@@ -63,7 +69,15 @@ def compile(
     """
     local: ZerofxError | None = None
     settings, device = Config(), torch.device("cpu")
+    kept: tuple[nn.Module, ...] = ()
     try:
+        if not isinstance(config, Config | None):
+            raise ConfigError(
+                f"config is a {type(config).__name__}",
+                where="zerofx.compile(config=...)",
+                why="it is a zerofx.Config",
+                remedy="pass Config(...), or the config of what Config.from_deepspeed returned",
+            )
         settings = config or Config(
             stage=stage,
             backend=backend,
@@ -72,13 +86,15 @@ def compile(
             memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"),
             hardware=hardware,
             passes=tuple(passes),
-            **({} if precision is None else asdict(precision)),
+            keep_fp32=(keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32),
+            **precision_fields(precision, "zerofx.compile(precision=...)"),
         )
         STAGES[settings.stage].including(settings.passes)
         if settings.hardware not in (None, THIS_MACHINE):
             settings = replace(settings, hardware=named_hardware(settings.hardware))
         device = checks.check_model(model)
         checks.check_methods(model, settings.methods)
+        kept = kept_modules(model, settings)
         checks.check_compiler(settings, device)
         mesh = checks.mesh_of(model, mesh, "zerofx.compile")
     except ZerofxError as error:
@@ -90,7 +106,7 @@ def compile(
             raise local from None
         raise
     names = sharding.names_of(model) if local is None else {}
-    params = sharding.params_of(names, settings, group)
+    params = sharding.params_of(names, settings, group, kept)
     groups.agree(
         local,
         _described(settings, params, names, [] if local else model.named_buffers()),
@@ -105,7 +121,7 @@ def compile(
     with torch.no_grad():
         groups.broadcast([tensor for tensor in (*names, *model.buffers()) if not _origin(tensor)], mesh, group)
     kind = HookedRuntime if settings.backend == "hooks" else CompiledRuntime
-    sharding.install(model, kind, settings, mesh, group, params, names)
+    sharding.install(model, kind, settings, mesh, group, params, names, kept)
     return model
 
 

@@ -211,6 +211,12 @@ def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
     return [shards[position] for position in range(len(params))]
 
 
+def total_over_ranks(value: Tensor, group: Group) -> Tensor:
+    """Return the sum of a small tensor over the ranks, outside of any program."""
+    total: Tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(value, "sum", group.name))
+    return total
+
+
 @dataclass(slots=True)
 class Refresh:
     """The gather of updated parameters into their persistent whole copies (stages 1 and 2), in flight."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerofx import configfile, migration
+from zerofx.batch import Batch
 from zerofx.errors import ConfigError
+from zerofx.lossscale import LossScale
+from zerofx.migration import Component, Report
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads settings without it
     import torch
@@ -15,23 +19,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads s
     from zerofx.machine import Hardware
 
 BACKENDS = ("inductor", "aot_eager", "hooks")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_bytes(value: int | str | None, field: str) -> int | None:
-    """Read a number of bytes: an int, or text such as ``"2GiB"``. Raises ConfigError on anything else."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
-        unit = _UNITS.get(match[2].upper())
-        if unit is not None and 0 < float(match[1]) < math.inf:
-            return int(float(match[1]) * unit)
-    raise ConfigError(
-        f"{field}={value!r} is not a number of bytes",
-        where=f"zerofx.compile({field}=...)",
-        why="a limit is a positive integer or text with a unit",
-        remedy='pass bytes, or text such as "512MiB" or "2GiB"',
-    )
 
 
 def _check_count(value: object, where: str) -> None:
@@ -39,6 +26,15 @@ def _check_count(value: object, where: str) -> None:
         raise ConfigError(
             f"{value!r} is not a whole number of at least 0", where=where, why="it counts bytes, elements or buckets", remedy="pass an int"
         )
+
+
+def _no_passes(where: str, passes: Any) -> ConfigError:
+    return ConfigError(
+        f"passes={passes!r} cannot be in a file",
+        where=where,
+        why="a pass is code",
+        remedy="leave them out (dataclasses.replace(config, passes=())), and pass them to zerofx.compile",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,8 @@ class Config:
     """Settings of one compiled model. Equal on all ranks.
 
     ``reduce`` is what a gradient is of those of all ranks: their "mean", or their "sum". ``methods`` are called as the forward is.
-    The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``. ``memory_limit_bytes`` bounds whole parameters and
+    The dtypes mean what they mean in torch's ``MixedPrecisionPolicy``; modules that ``keep_fp32`` names (by class, or by a pattern of
+    qualified names such as ``"blocks.*.norm"``) compute in fp32 all the same. ``memory_limit_bytes`` bounds whole parameters and
     communication buffers in flight on one rank. Below it, whole parameters may take what is in use at once and
     ``prefetch_buckets`` of the largest bucket ahead of use, and gradients in flight ``reduces_in_flight`` of theirs (in the eager
     mode: so many buckets); 0 overlaps nothing. At stage 3, blocks of parameters, from the first, of at most ``keep_whole_bytes`` stay
@@ -81,6 +78,7 @@ class Config:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    keep_fp32: tuple[str, ...] = ()
     memory_limit_bytes: int | None = None
     bucket_max_bytes: int = 25 * 2**20
     bucket_min_bytes: int = 128 * 2**10
@@ -91,6 +89,55 @@ class Config:
     hardware: Hardware | str | None = None
     hooks: HookLimits = HookLimits()
     passes: tuple[Any, ...] = ()
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Config:
+        """Read settings from a TOML or JSON file: dtypes and hardware by name, bytes as ints or text, ``hooks`` as a table.
+
+        What the file leaves out is as in ``Config()``. Raises ConfigError for a file that cannot be read, for a name that is not known,
+        with the nearest that is, and for values that cannot be.
+        """
+        from zerofx.machine import Hardware, Link
+
+        table = configfile.read(path)
+        if "passes" in table:
+            raise _no_passes(str(path), table["passes"])
+        tables = {"hooks": HookLimits, "hardware": Hardware, "intra_node": Link, "inter_node": Link}
+        return configfile.decoded(cls, table, str(path), tables)
+
+    def to_toml(self) -> str:
+        """Return the settings as TOML text, which ``from_file`` reads back. Raises ConfigError for passes, which are code."""
+        return configfile.to_toml(self._table())
+
+    def to_json(self) -> str:
+        """Return the settings as JSON text, which ``from_file`` reads back. Raises ConfigError for passes, which are code."""
+        return configfile.to_json(self._table())
+
+    def _table(self) -> dict[str, Any]:
+        if self.passes:
+            raise _no_passes("zerofx.Config.to_toml, to_json", self.passes)
+        return {name: value for name, value in configfile.encoded(self).items() if name != "passes"}
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        settings: Mapping[str, Any] | str | Path,
+        *,
+        version: str | None = None,
+        world_size: int | None = None,
+        auto: Mapping[str, Any] | None = None,
+    ) -> Imported:
+        """Translate settings of DeepSpeed, or a JSON file of them: a ``Config``, and what is said of the training loop around it.
+
+        ``version`` is the DeepSpeed that they were written for: some defaults changed, and without it a Python warning names those that
+        the settings leave out. ``world_size`` checks the batch's sizes, or derives the missing one. ``auto`` says what ``"auto"`` stands
+        for: by the names of transformers' ``TrainingArguments`` (with ``hidden_size``, ``num_training_steps``), or by dotted setting.
+
+        Each setting is mapped, or listed in the report as meaningless here. Raises ConfigError for settings that cannot be had here, all
+        at once; for a name that is not known, with the nearest; for an ``"auto"`` without a value; and where the batch's sizes do not fit.
+        """
+        found = migration.translate(settings, version=version, world_size=world_size, auto=auto or {})
+        return Imported(config=cls(**found.fields, hooks=HookLimits(**found.hooks)), **found.rest)
 
     @property
     def machine(self) -> Hardware | None:
@@ -130,22 +177,7 @@ class Config:
             )
         if self.memory_limit_bytes is not None:
             _check_count(self.memory_limit_bytes, "zerofx.Config(memory_limit_bytes=...)")
-        if not isinstance(self.passes, tuple):
-            raise ConfigError(
-                f"passes={self.passes!r} is no tuple of passes",
-                where="zerofx.Config(passes=...)",
-                why="passes run in order",
-                remedy="pass a tuple",
-            )
-        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-            value = getattr(self, field)
-            if value is not None and (type(value).__module__, type(value).__name__) != ("torch", "dtype"):
-                raise ConfigError(
-                    f"{field}={value!r} is no dtype",
-                    where=f"zerofx.Config({field}=...)",
-                    why="it is a torch.dtype",
-                    remedy="pass torch.bfloat16",
-                )
+        self._check_types()
         unusable = {"passes": bool(self.passes), "memory_limit": self.memory_limit_bytes is not None, "hardware": self.hardware is not None}
         if self.backend == "hooks" and any(unusable.values()):
             field = next(name for name, given in unusable.items() if given)
@@ -157,3 +189,36 @@ class Config:
             )
         for field in ("bucket_max_bytes", "bucket_min_bytes", "prefetch_buckets", "reduces_in_flight", "keep_whole_bytes"):
             _check_count(getattr(self, field), f"zerofx.Config({field}=...)")
+
+    def _check_types(self) -> None:
+        names_only = isinstance(self.keep_fp32, tuple) and all(isinstance(name, str) for name in self.keep_fp32)
+        self._check(names_only, "keep_fp32", "no tuple of names", "it names modules", 'pass a tuple such as ("LayerNorm",)')
+        self._check(isinstance(self.passes, tuple), "passes", "no tuple of passes", "passes run in order", "pass a tuple")
+        self._check(isinstance(self.hooks, HookLimits), "hooks", "no HookLimits", "the eager mode goes by them", "pass HookLimits(...)")
+        for field in ("cast_forward_inputs", "whole_graph"):
+            self._check(isinstance(getattr(self, field), bool), field, "neither True nor False", "it is on or off", "pass a bool")
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            kind = type(getattr(self, field))
+            is_dtype = kind is type(None) or (kind.__module__, kind.__name__) == ("torch", "dtype")
+            self._check(is_dtype, field, "no dtype", "it is a torch.dtype", "pass torch.bfloat16")
+
+    def _check(self, holds: bool, field: str, what: str, why: str, remedy: str) -> None:
+        if not holds:
+            raise ConfigError(f"{field}={getattr(self, field)!r} is {what}", where=f"zerofx.Config({field}=...)", why=why, remedy=remedy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What settings of DeepSpeed say: ``config`` is for ``zerofx.compile``, all else for the training loop, which is yours here.
+
+    ``gradient_clipping`` is the most that the norm of all gradients may be, None where nothing clips. ``loss_scale`` is for
+    ``zerofx.GradScaler``, None where no step would be skipped. ``report`` lists what became of each setting.
+    """
+
+    config: Config
+    batch: Batch
+    gradient_clipping: float | None
+    loss_scale: LossScale | None
+    optimizer: Component | None
+    scheduler: Component | None
+    report: Report

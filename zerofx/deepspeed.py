@@ -1,49 +1,72 @@
-"""Read settings written for DeepSpeed."""
+"""Read settings written for DeepSpeed: one flat mapping of the settings that are given, by dotted name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zerofx.deepspeed_keys import ALIASES, MAPPED, REFUSED, UNUSED
 from zerofx.errors import ConfigError
+from zerofx.names import nearest
 
-_MAPPINGS = ("zero_optimization", "bf16", "fp16", "optimizer")
+KNOWN = (*MAPPED, *UNUSED, *REFUSED)
+# Settings that hold others; all but the params of what is built by name hold a fixed set.
+_SECTIONS = tuple(dict.fromkeys(name.rpartition(".")[0] for name in KNOWN if "." in name))
+_OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 
 
-def estimate_arguments(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Return what settings of DeepSpeed, or a JSON file of them, say of the arguments of ``zerofx.estimate``.
+def read(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return settings of DeepSpeed, or of a JSON file of them, by dotted name: ``{"zero_optimization.stage": 2}``.
 
-    Read are the ZeRO stage, what is offloaded, bf16 and fp16, the optimizer's type and the gradient accumulation. What they leave out
-    is as in DeepSpeed: stage 0, fp32, nothing offloaded; of an optimizer made elsewhere they say nothing. An ``"auto"`` is passed on,
-    to be refused unless the caller says better. Raises ConfigError on a file, or on types, that cannot be read.
+    What is null is left out, as if it were not there. Raises ConfigError on a file, or on types, that cannot be read, and on a name
+    that is not known, with the nearest that is.
     """
-    settings = _read(settings)
-    zero = settings.get("zero_optimization", {})
-    found = {
-        "stage": zero.get("stage", 0),
-        "precision": _precision(settings),
-        "offload": _offload(zero),
-        "micro_batches": _micro_batches(settings),
-    }
-    return {**found, "optimizer": _optimizer(settings["optimizer"])} if "optimizer" in settings else found
-
-
-def _read(settings: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    where = "zerofx.estimate(deepspeed=...)"
+    where = "the settings of DeepSpeed"
     if isinstance(settings, (str, Path)):
         where = str(settings)
         try:
-            settings = json.loads(Path(settings).read_text())
+            settings = json.loads(Path(settings).read_text(encoding="utf-8"), object_pairs_hook=_unique)
         except (OSError, ValueError) as error:
             raise _unreadable(f"{where!r} is not a JSON file", where, str(error)) from None
     if not isinstance(settings, Mapping):
         raise _unreadable(f"{settings!r} is no mapping of settings", where, "settings go by name")
-    found = {name: value for name, value in settings.items() if value is not None}
-    for name in _MAPPINGS:
-        if not isinstance(found.get(name, {}), Mapping):
-            raise _unreadable(f"{name}={found[name]!r} is no mapping of settings", where, f"{name} holds settings by name")
+    found: dict[str, Any] = {}
+    for name, value in _leaves("", settings, where):
+        if name in found:
+            raise _unreadable(f"{name} is set twice", where, "DeepSpeed takes it by two names, and both are given")
+        found[name] = value
+    return found
+
+
+def _leaves(path: str, settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        name = ALIASES.get(f"{path}{key}", f"{path}{key}")
+        is_section = name in _SECTIONS or name in _OPEN_SECTIONS
+        if name not in KNOWN and not is_section and not path.startswith(_OPEN_SECTIONS):
+            near = nearest(f"{path}{key}", (*KNOWN, *ALIASES, *_SECTIONS))
+            raise ConfigError(
+                f"{path}{key} is no setting of DeepSpeed that zerofx knows",
+                where=where,
+                why="a setting that is misspelt would be lost without a word",
+                remedy=near or "leave it out",
+            )
+        if value is None:
+            continue
+        if not is_section:
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _leaves(f"{name}.", value, where)
+        else:
+            raise _unreadable(f"{name}={value!r} is no mapping of settings", where, f"{name} holds settings by name")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
     return found
 
 
@@ -53,23 +76,45 @@ def _unreadable(what: str, where: str, why: str) -> ConfigError:
     )
 
 
-def _precision(settings: Mapping[str, Any]) -> str:
-    enabled = {name: settings.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")}
+def precision_of(settings: Mapping[str, Any]) -> str:
+    """Return ``"bf16"``, ``"fp16"`` or ``"fp32"``; an ``"auto"`` is passed on. Raises ConfigError where both are enabled."""
+    enabled = {name: settings.get(f"{name}.enabled", False) for name in ("bf16", "fp16")}
     if "auto" in enabled.values():
         return "auto"
+    if all(enabled.values()):
+        raise ConfigError(
+            "bf16 and fp16 are both enabled", where="bf16.enabled, fp16.enabled", why="a model computes in one of them", remedy="enable one"
+        )
     return next((name for name, is_on in enabled.items() if is_on), "fp32")
 
 
-def _offload(zero: Mapping[str, Any]) -> tuple[str, ...]:
+def estimate_arguments(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return what settings of DeepSpeed, or a JSON file of them, say of the arguments of ``zerofx.estimate``.
+
+    Read are the ZeRO stage, what is offloaded, bf16 and fp16, the optimizer's type and the gradient accumulation. What they leave out
+    is as in DeepSpeed: stage 0, fp32, nothing offloaded; of an optimizer made elsewhere they say nothing. An ``"auto"`` is passed on,
+    to be refused unless the caller says better. Raises ConfigError as ``read`` does.
+    """
+    given = read(settings)
+    found = {
+        "stage": given.get("zero_optimization.stage", 0),
+        "precision": precision_of(given),
+        "offload": _offload(given),
+        "micro_batches": _micro_batches(given),
+    }
+    return {**found, "optimizer": _optimizer(given)} if "optimizer.type" in given else found
+
+
+def _offload(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The update runs where the optimizer's states are, so the gradients follow them (Ren et al., "ZeRO-Offload", 2021, section 4)."""
     return (
-        *(("optimizer", "gradients") if _is_on_host(zero, "offload_optimizer") else ()),
-        *(("parameters",) if _is_on_host(zero, "offload_param") else ()),
+        *(("optimizer", "gradients") if _is_on_host(settings, "offload_optimizer", "cpu_offload") else ()),
+        *(("parameters",) if _is_on_host(settings, "offload_param", "cpu_offload_param") else ()),
     )
 
 
-def _is_on_host(zero: Mapping[str, Any], name: str) -> bool:
-    target = zero.get(name) or {}
+def _is_on_host(settings: Mapping[str, Any], name: str, before: str) -> bool:
+    target = settings.get(f"zero_optimization.{name}") or {}
     device = target.get("device", "none") if isinstance(target, Mapping) else target
     if device not in ("none", "cpu"):
         raise ConfigError(
@@ -78,7 +123,7 @@ def _is_on_host(zero: Mapping[str, Any], name: str) -> bool:
             why="the devices with a closed form are none, cpu",
             remedy='set the device to "cpu", or leave the setting out',
         )
-    return bool(device == "cpu")
+    return bool(device == "cpu" or settings.get(f"zero_optimization.{before}"))
 
 
 def _micro_batches(settings: Mapping[str, Any]) -> Any:
@@ -87,8 +132,6 @@ def _micro_batches(settings: Mapping[str, Any]) -> Any:
     return settings.get("gradient_accumulation_steps", "left to train_batch_size" if is_divided else 1)
 
 
-def _optimizer(optimizer: Mapping[str, Any]) -> str:
-    name = str(optimizer.get("type", ""))
-    options = optimizer.get("params")
-    has_momentum = name.lower() == "sgd" and isinstance(options, Mapping) and options.get("momentum")
-    return "momentum" if has_momentum else name
+def _optimizer(settings: Mapping[str, Any]) -> str:
+    name = str(settings["optimizer.type"])
+    return "momentum" if name.lower() == "sgd" and settings.get("optimizer.params.momentum") else name

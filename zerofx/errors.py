@@ -47,5 +47,9 @@ class CompilerError(ZerofxError):
     """The backend that should compile the graphs is not usable here."""
 
 
+class LossScaleError(ZerofxError):
+    """The loss overflows at the smallest loss scale."""
+
+
 class VerifyError(ZerofxError):
     """A pass produced a program that breaks an invariant of its level: a fault in the pass."""

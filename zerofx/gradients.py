@@ -99,6 +99,24 @@ class Gradients:
         buffers = collectives.reduce_start([grad], params, self._group, self._config.reduce_dtype, divisor)
         return collectives.reduce_wait(buffers, params, self._group, divisor)[0]
 
+    def spread_overflow(self, grads: Sequence[Tensor | None]) -> None:
+        """Make an overflow in any rank's shards show in the replicated gradients too, which every rank holds.
+
+        A GradScaler whose first gradient is replicated looks at this rank's gradients only, and would skip on some ranks but not on
+        others: what it takes for the same on all ranks has to be so.
+        """
+        trained = [param.dim is None for param, tensor in zip(self._params, self._tensors, strict=True) if tensor.requires_grad]
+        if self.keeps_whole or all(trained) or not any(trained):
+            return
+        here = [(param, _torch.local_tensor(grad)) for param, grad in zip(self._params, grads, strict=True) if grad is not None]
+        shards = [local for param, local in here if param.dim is not None and local.numel()]
+        zeros = [(norm * 0).float() for norm in torch._foreach_norm(shards, torch.inf)] if shards else []  # NaN where one is not finite
+        none = torch.zeros((), device=_torch.local_tensor(self._tensors[0]).device)
+        overflow = collectives.total_over_ranks(torch.stack([none, *zeros]).sum(), self._group)
+        for param, local in here:
+            if param.dim is None and local.is_floating_point():
+                local.add_(overflow)
+
     def _unpad(self, index: int, padded: Tensor) -> Tensor:
         param = self._params[index]
         if not param.is_padded or param.dim is None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -47,20 +45,6 @@ def check_mesh(world_size: int, mesh: Any) -> None:
             why=f"the mesh {holds}; states are sharded over one dimension of all ranks",
             remedy=f"pass mesh=({world_size},), or world_size={math.prod(mesh)} with one dimension",
         )
-
-
-def check_names(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for a setting that is not known, with the nearest that is."""
-    listed = list(known)
-    for name in names:
-        if name not in listed:
-            near = difflib.get_close_matches(name, listed, n=1)
-            raise ConfigError(
-                f"{name!r} is no setting",
-                where="zerofx.plan(...)",
-                why=f"the settings are {', '.join(listed)}",
-                remedy=f"did you mean {near[0]!r}?" if near else "pass one of them",
-            )
 
 
 def check_call(model: Any, args: Any, kwargs: Any) -> None:

@@ -19,6 +19,7 @@ from zerofx.backend import Backend, Compilation, CompiledRuntime, Tracing
 from zerofx.config import Config
 from zerofx.errors import ConfigError
 from zerofx.groups import Group
+from zerofx.keepfp32 import kept_modules
 from zerofx.module import binding_of
 from zerofx.params import Param
 from zerofx.passes import STAGES
@@ -107,12 +108,13 @@ def _traced(
     # a mesh of all ranks, that no process group joins
     mesh = DeviceMesh("cpu", torch.arange(world_size), _init_backend=False, _rank=0)
     group = Group("planned", world_size, 0, transport)
-    params = sharding.params_of(sharding.names_of(made), settings, group)
+    params = sharding.params_of(sharding.names_of(made), settings, group, kept_modules(made, settings))
     if stack is not None:
         stack.cut(made)
-    names = sharding.names_of(made)
+    names, kept = sharding.names_of(made), kept_modules(made, settings)
     with fakes.mode:
-        sharding.install(made, _PlannedRuntime, settings, mesh, group, sharding.params_of(names, settings, group), names)
+        traced = sharding.params_of(names, settings, group, kept)
+        sharding.install(made, _PlannedRuntime, settings, mesh, group, traced, names, kept)
     binding = binding_of(made)
     assert binding is not None
     runtime = binding.runtime

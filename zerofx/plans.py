@@ -14,17 +14,21 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerofx import _torch, formulas, inputs, pictures, planner, shapes, sweeps
-from zerofx.config import Config, parse_bytes
+from zerofx.config import Config
 from zerofx.errors import ConfigError
 from zerofx.hardware import hardware as named_hardware
 from zerofx.machine import Hardware
+from zerofx.names import check_names
 from zerofx.params import Param
+from zerofx.precision import precision_fields
 from zerofx.predictions import predict, states_bytes, update_bytes
 from zerofx.render import Schedule
 from zerofx.simulate import Timeline
 from zerofx.sweeps import Fastest, Sweep
+from zerofx.units import parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ def plan(
     hardware: str | Hardware = "h100",
     optimizer: str = "adamw",
     micro_batches: int = 1,
+    precision: MixedPrecisionPolicy | str | None = None,
     memory_limit: int | str | None = None,
     optimize: bool = True,
     mesh: tuple[int, ...] | None = None,
@@ -127,10 +132,10 @@ def plan(
     """Plan one optimizer step without ranks, weights or an accelerator.
 
     ``args`` and ``kwargs`` are one rank's micro-batch; model and inputs may be on any device, meta included. ``settings`` are those of
-    ``Config``, and go before ``config``. The schedule is the one that ``zerofx.compile`` makes for the same ``hardware``, or, if it is not
-    to ``optimize``, without. ``mesh`` are the dimensions of a device mesh, which must hold ``world_size`` ranks in one. Raises
-    ConfigError for settings, hardware and optimizers that are not known, numbers that cannot be, and where the forward needs values;
-    MemoryLimitError as ``zerofx.compile`` would.
+    ``Config``, and go before ``precision`` (as in ``zerofx.compile``), which goes before ``config``. The schedule is the one that
+    ``zerofx.compile`` makes for the same ``hardware``, or, if it is not to ``optimize``, without. ``mesh`` are the dimensions of a
+    device mesh, which must hold ``world_size`` ranks in one. Raises ConfigError for settings, hardware and optimizers that are not
+    known, numbers that cannot be, and where the forward needs values; MemoryLimitError as ``zerofx.compile`` would.
     """
     inputs.check_call(model, args, kwargs)
     inputs.check_count("world_size", world_size, inputs.MOST_RANKS)
@@ -139,7 +144,8 @@ def plan(
     machine, numbers = named_hardware(hardware), _optimizer_states(optimizer)
     if memory_limit is not None:
         settings["memory_limit_bytes"] = parse_bytes(memory_limit, "memory_limit")
-    inputs.check_names(settings, [field.name for field in fields(Config)])
+    check_names(settings, [field.name for field in fields(Config)], where="zerofx.plan(...)")
+    settings = precision_fields(precision, "zerofx.plan(precision=...)") | settings
     if config is not None and not isinstance(config, Config):
         raise ConfigError(
             f"config is a {type(config).__name__}", where="zerofx.plan(config=...)", why="it is a zerofx.Config", remedy="pass Config(...)"
@@ -208,7 +214,7 @@ class Request:
     def sweep(self, **settings: Any) -> Sweep:
         """Plan under all combinations: see ``Plan.sweep``."""
         keywords = [item.name for item in inspect.signature(plan).parameters.values() if item.kind is inspect.Parameter.KEYWORD_ONLY]
-        inputs.check_names(settings, [*keywords, *(field.name for field in fields(Config))])
+        check_names(settings, [*keywords, *(field.name for field in fields(Config))], where="zerofx.plan(...)")
         return sweeps.sweep(self.plan, settings)
 
     def fastest(self, memory: int | str) -> Fastest:
@@ -243,7 +249,7 @@ def language_model(given: float | Path, shape: tuple[int, int], *, precision: st
     model = shapes.hugging_face(given) if isinstance(given, Path) else shapes.gpt(given, shape[1])
     args: tuple[Any, ...] = () if isinstance(given, Path) else (tokens,)
     kwargs = {"input_ids": tokens, "labels": tokens} if isinstance(given, Path) else {}
-    return Request(model, args, kwargs, {"param_dtype": torch.bfloat16 if precision == "bf16" else None, **options})
+    return Request(model, args, kwargs, {"precision": precision, **options})
 
 
 def _traffic_bytes(schedule: Schedule, micro_batches: int) -> dict[str, int]:

@@ -157,6 +157,12 @@ class Runtime(ABC):
         """Turn the padded gradient shards that one forward's backward left into DTensors."""
         return self.gradients.collect(grads)
 
+    def computes_in_fp16(self) -> bool:
+        """Whether a forward that starts now computes in float16, so that its loss is scaled: by precision, or within autocast."""
+        device = _torch.local_tensor(self.tensors[0]).device.type
+        by_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+        return by_autocast or self.config.param_dtype is torch.float16
+
     def _enter(self) -> list[Tensor]:
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and any(tensor.requires_grad for tensor in self.tensors):
             return list(_EnterForward.apply(self, *self.tensors))  # type: ignore[no-untyped-call]
@@ -245,6 +251,7 @@ class _EnterForward(torch.autograd.Function):
     def forward(ctx: Any, runtime: Runtime, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.runtime = runtime
         ctx.versions = [runtime.versions.of(index) for index in range(len(tensors))]
+        ctx.computes_in_fp16 = runtime.computes_in_fp16()
         ctx.set_materialize_grads(False)
         shards = runtime.local_shards()
         ctx.mark_non_differentiable(*(shard for shard, tensor in zip(shards, tensors, strict=True) if not tensor.requires_grad))
@@ -256,6 +263,8 @@ class _EnterForward(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise second_derivative_error("the backward, at the gradients of the parameters")
         found = runtime.collect(grads)
+        if ctx.computes_in_fp16:
+            runtime.gradients.spread_overflow(found)
         for param, grad, version in zip(runtime.params, found, ctx.versions, strict=True):
             if grad is not None and runtime.versions.of(param.index) != version:
                 raise ShardingError(

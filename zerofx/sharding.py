@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from zerofx import _torch
 from zerofx.config import Config
 from zerofx.errors import ShardingError
 from zerofx.groups import Group
+from zerofx.keepfp32 import compute_in_fp32
 from zerofx.module import Binding, bind
 from zerofx.params import Param, block_of, choose_dim
 from zerofx.runtime import Runtime, placement_of
@@ -31,13 +32,17 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return found
 
 
-def params_of(names: dict[nn.Parameter, list[str]], settings: Config, group: Group) -> tuple[Param, ...]:
-    """Return the parameter table: how each is cut over the ranks."""
-    cut = [_param(index, tensor, tuple(found), settings, group) for index, (tensor, found) in enumerate(names.items())]
+def params_of(names: dict[nn.Parameter, list[str]], settings: Config, group: Group, kept: Sequence[nn.Module] = ()) -> tuple[Param, ...]:
+    """Return the parameter table: how each is cut over the ranks, and what it computes in; fp32 in modules that are ``kept`` so."""
+    in_fp32 = {tensor for module in kept for tensor in module.parameters()}
+    cut = [
+        _param(index, tensor, tuple(found), settings, group, torch.float32 if tensor in in_fp32 else settings.param_dtype)
+        for index, (tensor, found) in enumerate(names.items())
+    ]
     if settings.stage < 3:
         return tuple(replace(param, stays=True) for param in cut)
-    kept = _staying(cut, settings.keep_whole_bytes)
-    return tuple(replace(param, stays=param.index in kept) for param in cut)
+    staying = _staying(cut, settings.keep_whole_bytes)
+    return tuple(replace(param, stays=param.index in staying) for param in cut)
 
 
 def _staying(params: list[Param], most_bytes: int) -> set[int]:
@@ -52,9 +57,9 @@ def _staying(params: list[Param], most_bytes: int) -> set[int]:
     return kept
 
 
-def _param(index: int, tensor: nn.Parameter, names: tuple[str, ...], settings: Config, group: Group) -> Param:
+def _param(index: int, tensor: nn.Parameter, names: tuple[str, ...], settings: Config, group: Group, dtype: torch.dtype | None) -> Param:
     shape = tuple(tensor.shape)
-    compute = settings.param_dtype if settings.param_dtype is not None and tensor.is_floating_point() else tensor.dtype
+    compute = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     dim = None if settings.stage == 0 else choose_dim(shape, group.size)
     return Param(index, names, shape, tensor.dtype, compute, group.size, dim)
 
@@ -67,6 +72,7 @@ def install(
     group: Group,
     params: tuple[Param, ...],
     names: dict[nn.Parameter, list[str]],
+    kept: Sequence[nn.Module] = (),
 ) -> None:
     """Replace parameters by their shards and modules by their sharded classes, in place; ``kind`` is the mechanism that runs them."""
     index_of = {tensor: index for index, tensor in enumerate(names)}
@@ -79,6 +85,9 @@ def install(
     for module, indices in own.items():
         if indices or module is model or inner is not None or any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             bind(module, Binding(state, indices), "forward" if module is model else inner, frozenset(settings.methods))
+    for module in kept:
+        assert settings.param_dtype is not None
+        compute_in_fp32(module, settings.param_dtype)
     state.watch()
     _refuse_steps(names, state)
 

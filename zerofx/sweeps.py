@@ -10,8 +10,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zerofx.config import parse_bytes
 from zerofx.errors import ConfigError, MemoryLimitError
+from zerofx.units import parse_bytes
 
 # Differences below this share of a step say nothing: that is how far predictions may be off.
 _ALIKE = 0.02

@@ -1,0 +1,27 @@
+"""Names that people type: what is not known is refused with the nearest that is."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from zerofx.errors import ConfigError
+
+
+def check_names(names: Iterable[str], known: Iterable[str], *, where: str, what: str = "setting") -> None:
+    """Raise ConfigError for a name that is not known, with the nearest that is."""
+    listed = list(known)
+    for name in names:
+        if name not in listed:
+            raise ConfigError(
+                f"{name!r} is no {what}",
+                where=where,
+                why=f"the {what}s are {', '.join(listed)}",
+                remedy=nearest(name, listed) or "pass one of them",
+            )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Ask for the known name that is nearest; empty where none is near."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
