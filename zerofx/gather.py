@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
 from typing import Any, overload
 
 import torch
@@ -36,7 +35,7 @@ def gathered(model_or_params: nn.Module | Tensor | Iterable[Tensor], /, *, write
     if isinstance(model_or_params, nn.Module):
         names = sharding.names_of(model_or_params)
         with _gathered({tensor: found[0] for tensor, found in names.items()}, writeback) as wholes:
-            yield MappingProxyType({name: wholes[tensor] for tensor, found in names.items() for name in found})
+            yield {name: wholes[tensor] for tensor, found in names.items() for name in found}
     else:
         params = [model_or_params] if isinstance(model_or_params, Tensor) else list(model_or_params)
         places = {tensor: f"parameter {place} of {len(params)}, shape {tuple(tensor.shape)}," for place, tensor in enumerate(params)}

@@ -35,7 +35,7 @@ def sharded_class(base: type[nn.Module], names: frozenset[str], entry: str | Non
     """
     body: dict[str, Any] = {name: _reader(name) for name in sorted(names)}
     if entry == "forward":
-        body.update({name: _Method(plain, entry if name in methods else None) for name, plain in own_methods(base).items()})
+        body.update({name: _method(plain, entry if name in methods else None) for name, plain in own_methods(base).items()})
     body.update(__module__=base.__module__, __qualname__=base.__qualname__, __doc__=base.__doc__, __reduce_ex__=_reduce)
     body.update(_zerofx_key=(base, names, entry, methods), _load_from_state_dict=_load_from_state_dict, _apply=_apply)
     if entry is not None:
@@ -99,16 +99,16 @@ def meets_shard(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
 
 
-class _Method:
-    """A method of the root: as it is inside a forward; called from outside, it runs as a forward does, or says why it cannot."""
+def _method(plain: types.FunctionType, entry: str | None) -> Any:
+    """Make a method of the root: as it is inside a forward; called from outside, it runs as a forward does, or says why it cannot."""
+    called = _explained(plain) if entry is None else _through(plain, entry)
 
-    def __init__(self, plain: types.FunctionType, entry: str | None) -> None:
-        self._plain, self._called = plain, _explained(plain) if entry is None else _through(plain, entry)
+    @functools.wraps(plain)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # a function that Dynamo traces through, where the forward calls it
+        return plain(self, *args, **kwargs) if self._zerofx.runtime.inside else called(self, *args, **kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is None:
-            return self._plain
-        return types.MethodType(self._plain if instance._zerofx.runtime.inside else self._called, instance)
+    return run
 
 
 def _through(plain: Any, entry: str) -> Any:
