@@ -9,49 +9,19 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx import _torch, groups, sharding
 from zerofx.checks import check_memory, mesh_of
 from zerofx.errors import ConfigError, ShardingError, ZerofxError
 from zerofx.groups import Group
+from zerofx.modes import Addresses, Operators
 from zerofx.module import binding_of
 from zerofx.storages import Held, Storages, checksum
 from zerofx.vacancies import give_memory
-
-# In-place operators that read nothing of what they write.
-_OVERWRITES = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
-        *("copy_", "fill_", "zero_"),
-    )
-)
-# These read nothing; torch makes other views only of memory that is there.
-_ALIASES = frozenset((torch.ops.aten.alias, torch.ops.aten.detach, torch.ops.aten.view))
-# What reaches a tensor's memory without an operator.
-_ADDRESSES: frozenset[Any] = frozenset(
-    (
-        Tensor.__array__,
-        Tensor.__dlpack__,
-        Tensor._typed_storage,
-        Tensor.const_data_ptr,  # type: ignore[attr-defined]
-        Tensor.data_ptr,
-        Tensor.is_shared,
-        Tensor.numpy,
-        Tensor.share_memory_,
-        Tensor.storage,
-        Tensor.tolist,
-        Tensor.untyped_storage,
-        Tensor.__cuda_array_interface__.__get__,
-    )
-)
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -69,7 +39,7 @@ def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> I
     Raises ConfigError for a bad mesh or inside another ``zerofx.init``; at the end RankMismatchError where the ranks built different
     values, ShardingError where something beside the modules still holds a parameter or a view of it. Both on every rank.
     """
-    if any(isinstance(mode, _Operators) for mode in _torch.dispatch_modes()):
+    if any(isinstance(mode, Operators) for mode in _torch.dispatch_modes()):
         raise ConfigError(
             "zerofx.init is entered twice",
             where="zerofx.init, inside another zerofx.init",
@@ -139,8 +109,8 @@ class _Site:
         with ExitStack() as stack:
             stack.callback(register_module_parameter_registration_hook(saw_parameter).remove)
             stack.callback(register_module_module_registration_hook(saw_module).remove)
-            stack.enter_context(_Operators(self._storages))
-            stack.enter_context(_Addresses(self._storages))
+            stack.enter_context(Operators(self._storages))
+            stack.enter_context(Addresses(self._storages))
             yield
 
     def _saw(self, module: nn.Module) -> None:
@@ -250,47 +220,6 @@ def _rank_0_draws(mesh: DeviceMesh, group: Group) -> Iterator[None]:
         for source, state, theirs in zip(sources, own, agreed, strict=True):
             if not torch.equal(state, theirs):
                 source.set_rng_state(state)
-
-
-class _Operators(TorchDispatchMode):
-    """Has the memory of a parameter there before any operator that works on it."""
-
-    def __init__(self, storages: Storages) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "overloadpacket", None) not in _ALIASES:
-            with _torch.without_modes():
-                self._prepare(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        used = [storage for tensor in tensors if (storage := self._storages.find(tensor)) is not None]
-        if used:
-            overwrites = len(used) == 1 and func.overloadpacket in _OVERWRITES and self._storages.is_all(args[0])
-            self._storages.use(used, gather=not overwrites)
-
-
-class _Addresses(TorchFunctionMode):
-    """Keeps the memory of a parameter whose address is handed out, and sees one move to other memory."""
-
-    def __init__(self, storages: Storages) -> None:
-        super().__init__()
-        self._storages = storages
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        storage = self._storages.find(args[0]) if args and isinstance(args[0], Tensor) else None
-        if storage is not None and func in _ADDRESSES:
-            with _torch.without_modes():
-                self._storages.pin(storage)
-        result = func(*args, **(kwargs or {}))
-        if storage is not None and func == _SET_DATA:
-            with _torch.without_modes():
-                self._storages.add(args[0])
-        return result
 
 
 def _names(modules: Sequence[nn.Module]) -> dict[nn.Parameter, str]:

@@ -95,6 +95,8 @@ def install(
 def rebind(modules: Iterable[nn.Module], shards: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters wherever modules keep them, plain containers included, so that none computes with a stale one."""
     for module in modules:
+        own = module._parameters  # an OrderedDict in modules that an older torch pickled
+        own.update({name: shards[tensor] for name, tensor in own.items() if tensor is not None and tensor in shards})
         for name, value in vars(module).items():
             vars(module)[name] = _rebound(value, shards)
 
