@@ -179,9 +179,7 @@ class _Site:
             )
         if held is None and param.dim is not None:
             shard = shard.clone(memory_format=torch.contiguous_format)
-        sharded = nn.Parameter(sharding.dtensor(shard, param, self._mesh), requires_grad=parameter.requires_grad)
-        vars(sharded).update(vars(parameter))
-        return sharded
+        return sharding.shard_of(parameter, sharding.dtensor(shard, param, self._mesh))
 
     def _check_left(self) -> None:
         """Check that nothing still needs the memory of a whole parameter that is gone."""

@@ -143,8 +143,14 @@ def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -
     else:
         local = cut(tensor.detach(), param, group)
         local = local if param.dim is None else local.clone(memory_format=torch.contiguous_format)
-    parameter = nn.Parameter(dtensor(local, param, mesh), requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))  # marks that users put on parameters, to group them by
+    return shard_of(tensor, dtensor(local, param, mesh))
+
+
+def shard_of(tensor: nn.Parameter, sharded: DTensor) -> nn.Parameter:
+    """Make a parameter of a shard, with the attributes that users gave to the whole one, as to group parameters, and its hooks."""
+    parameter = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
+    if type(tensor) in (nn.Parameter, DTensor):  # a fake tensor has others, of its own
+        vars(parameter).update(vars(tensor))
     _torch.share_hooks(tensor, parameter)
     return parameter
 

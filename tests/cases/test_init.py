@@ -40,6 +40,7 @@ class Constructor(nn.Module):
         self.square = nn.Linear(6, 6)
         self.half = nn.Linear(6, 6).to(torch.bfloat16)
         nn.init.orthogonal_(self.square.weight)
+        self.hidden.bias.no_decay = True
         self.apply(self._init_weights)
         nn.init.trunc_normal_(self.layers[0].weight, std=0.02)
         with torch.no_grad():
@@ -93,6 +94,7 @@ def build(rank: int, world: int) -> list[str]:
     for stage in (0, 3):
         compiled = zerofx.compile(copy.deepcopy(model), stage=stage, backend="hooks")
         found += named_differences(f"stage {stage}", whole_members(compiled), expected)
+        assert compiled.hidden.bias.no_decay
         compiled(tokens).backward()
         # the same data on every rank, whose mean gradient is that of one; ranks add in another order than one process
         torch.testing.assert_close(whole(compiled.embedding.weight.grad), plain.embedding.weight.grad, rtol=1e-6, atol=1e-6)
