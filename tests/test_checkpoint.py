@@ -508,3 +508,18 @@ def test_safetensors(ranks: Pool, tmp_path: Path) -> None:
         for failure, word in zip(failures, words, strict=True):
             assert_four_parts(failure, "CheckpointError", word)
         assert (missing, unexpected) == (["hidden.weight", "hidden.bias"], ["more"])
+
+
+def load_without_memory(rank: int, world: int, directory: str) -> list[str]:
+    model, optimizer = mixed(3)
+    mixed_step(model, optimizer, 0)
+    zerofx.save(f"{directory}/model", model)
+    with torch.device("meta"):
+        empty = Mixed()
+    again = zerofx.compile(empty, stage=3, backend="hooks")
+    zerofx.load(f"{directory}/model", again)
+    return unequal(zerofx.full_state_dict(again), zerofx.full_state_dict(model))
+
+
+def test_a_model_on_the_meta_device_gets_its_memory_when_it_loads(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(load_without_memory, 2, str(tmp_path)) == [[], []]

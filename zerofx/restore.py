@@ -60,11 +60,19 @@ def model_targets(owners: Owners, entries: Mapping[str, Any], prefix: str, misfi
             found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else "no tensor"
             misfits.add("wrong shape", f"{name} (file {found}, model {tuple(value.shape)})")
         else:
-            targets[prefix + name] = torch.empty_like(value) if isinstance(value, Tensor) else None
+            targets[prefix + name] = _empty_like(value, owners) if isinstance(value, Tensor) else None
     for key in entries:
         if key.startswith(prefix) and key.removeprefix(prefix) not in state:
             misfits.add(UNEXPECTED, key.removeprefix(prefix))
     return targets
+
+
+def _empty_like(value: Tensor, owners: Owners) -> Tensor:
+    """Make a tensor of the same kind; for one without memory, on the device of the model's shards."""
+    if isinstance(value, DTensor):
+        return empty_dtensor(value.shape, dtype=value.dtype, device_mesh=value.device_mesh, placements=value.placements)
+    sharded = next((tensor for tensor in owners.first_name if isinstance(tensor, DTensor)), None)
+    return torch.empty_like(value, device=sharded.device_mesh.device_type if value.is_meta and sharded is not None else value.device)
 
 
 def model_state(owners: Owners, values: Named, prefix: str) -> Named:
