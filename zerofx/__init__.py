@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zerofx.full_state import full_state_dict
     from zerofx.gather import gathered
     from zerofx.lossscale import LossScale
+    from zerofx.monitor import Monitor
     from zerofx.plans import Plan, plan
     from zerofx.render import Schedule
     from zerofx.scaler import GradScaler
@@ -39,6 +40,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "MemoryLimitError",
+    "Monitor",
     "Plan",
     "RankMismatchError",
     "Schedule",
@@ -65,6 +67,7 @@ _HOMES = {
     "HookLimits": "zerofx.config",
     "Imported": "zerofx.config",
     "LossScale": "zerofx.lossscale",
+    "Monitor": "zerofx.monitor",
     "Plan": "zerofx.plans",
     "Schedule": "zerofx.render",
     "estimate": "zerofx.estimates",

@@ -34,6 +34,7 @@ class Compilation:
     lowered: dict[str, Program] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    tapes: list[Tape] = field(default_factory=list)
     region_count: int = 0
     distinct_count: int = 0  # regions that had to be compiled; the others are equal to one of these
 
@@ -127,6 +128,10 @@ class CompiledRuntime(Runtime):
         forwards = [ran.lowered["forward"] for ran in self.last_step if "forward" in ran.lowered]
         return forwards, [ran.lowered["backward"] for ran in reversed(self.last_step) if "backward" in ran.lowered]
 
+    @property
+    def waited_s(self) -> float:
+        return sum(tape.waited_s for ran in self.compilations for tape in ran.tapes)
+
     def schedule(self) -> Schedule | None:
         forwards = [ran.forward for ran in self.last_step if ran.forward is not None]
         backwards = [ran.backward for ran in reversed(self.last_step) if ran.backward is not None]
@@ -180,6 +185,7 @@ class Tracing:
         start, compiler = time.perf_counter(), self.backend.compiler
         before = compiler.region_count, compiler.distinct_count
         tape = compiler.tape(lowered)
+        self.compilation.tapes.append(tape)
         self.compilation.region_count += compiler.region_count - before[0]
         self.compilation.distinct_count += compiler.distinct_count - before[1]
         self.compilation.spend("regions", start)

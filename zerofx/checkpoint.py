@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 
 from zerofx import _torch, huggingface, restore, states, storage
-from zerofx.agreement import Agreement
+from zerofx.consensus import Consensus
 from zerofx.module import runtime_of
 from zerofx.random_state import random_state, set_random_state
 from zerofx.restore import Misfits
@@ -52,7 +52,7 @@ def save(
     if runtime.saving is not None:
         wait([runtime.saving])
     where = f"zerofx.save({os.fspath(path)!r})"
-    steps = Agreement(runtime.group.name, runtime.group, timeout_s)
+    steps = Consensus(runtime.group.name, runtime.group, timeout_s)
     planner, writer = DefaultSavePlanner(), storage.Writer(path)
 
     def look() -> tuple[tuple[Owners, Tensor], dict[str, int]]:
@@ -173,7 +173,7 @@ def load_safetensors(
 
 def _together(where: str, runtime: Runtime, timeout_s: float, read: Callable[[], tuple[T, None]]) -> tuple[T, Any]:
     """Read on every rank; where one cannot, none returns."""
-    return Agreement(runtime.group.name, runtime.group, timeout_s).step(where, read, lambda given: given)
+    return Consensus(runtime.group.name, runtime.group, timeout_s).step(where, read, lambda given: given)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -125,6 +125,11 @@ class Runtime(ABC):
     def schedule(self) -> Schedule | None:
         """Return what the last training step ran (or forward, where none was trained); None before the first."""
 
+    @property
+    def waited_s(self) -> float | None:
+        """What forwards and backwards have spent waiting for communication so far, None where nobody measures it."""
+        return None
+
     def read(self, index: int) -> Tensor:
         """Return the whole parameter."""
         value: Tensor = _EagerUnshard.apply(self, index, self.shards[index])  # type: ignore[no-untyped-call]

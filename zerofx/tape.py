@@ -6,16 +6,20 @@ because the caller's frame still holds it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
+from zerofx import ops
 from zerofx._torch import below_autograd
 from zerofx.program import output_of
 
 Run = Callable[[list[Any]], None]
+_WAITS = (torch.ops._c10d_functional.wait_tensor.default, ops.refresh_wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,16 @@ class Region:
 
 
 class Tape:
-    """A callable made of steps. Takes a list of inputs and empties it; returns the list of outputs."""
+    """A callable made of steps. Takes a list of inputs and empties it; returns the list of outputs.
+
+    ``waited_s`` is what all its runs so far have spent waiting for communication.
+    """
 
     _boxed_call = True
 
     def __init__(self, module: GraphModule, order: Sequence[Node | Region]) -> None:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self.waited_s = 0.0
         self._slots: dict[Node, int] = {}
         for node in placeholders:
             self._slot(node)
@@ -78,7 +86,16 @@ class Tape:
         if item.op == "get_attr":
             return _constant_step(_attribute(module, str(item.target)), out)
         assert item.op == "call_function", item.format_node()
-        return _call_step(item.target, self._template(item.args), self._template(item.kwargs) if item.kwargs else None, ending, out)
+        step = _call_step(item.target, self._template(item.args), self._template(item.kwargs) if item.kwargs else None, ending, out)
+        return self._timed(step) if item.target in _WAITS else step
+
+    def _timed(self, step: Run) -> Run:
+        def run(slots: list[Any]) -> None:
+            start = time.perf_counter()
+            step(slots)
+            self.waited_s += time.perf_counter() - start
+
+        return run
 
     def _template(self, value: Any) -> Callable[[list[Any]], Any]:
         """Return a function from slots to the value with its nodes filled in."""

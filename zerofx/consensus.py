@@ -27,7 +27,7 @@ HERE, TAKEN, GONE = "here", "taken", "gone"
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Consensus:
     """What the ranks of a group do together under one name.
 
     A collective that a rank does not join hangs, and leaves the process group unusable. A step that a rank does not take ends in an

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.ranks import Failure, Pool
 from tests.test_bad_input import assert_four_parts, failure_of
-from zerofx.agreement import Agreement
+from zerofx.consensus import Consensus
 from zerofx.groups import Group
 
 
@@ -14,7 +14,7 @@ def group(rank: int, world: int) -> Group:
 
 
 def take_steps(rank: int, world: int) -> list[Any]:
-    steps = Agreement("steps", group(rank, world), 60.0)
+    steps = Consensus("steps", group(rank, world), 60.0)
     found: list[Any] = [steps.step("sum", lambda: ("kept", rank), lambda given: [sum(given) + place for place in range(world)])]
     payload = bytes(range(256)) * 40_000  # more than the store takes in one piece would fail here
     found.append(steps.step("large", lambda: (None, payload), lambda given: [len(one) for one in given]))
@@ -38,14 +38,14 @@ def come_late(rank: int, world: int) -> tuple[list[Failure], Any]:
     """Rank 1 comes when the others have given up; the step after that all take."""
     import torch.distributed as dist
 
-    steps = Agreement("late", group(rank, world), 0.5)
+    steps = Consensus("late", group(rank, world), 0.5)
     if rank == 1:
         dist.barrier()
     failure = failure_of(lambda: steps.step("late", lambda: (None, rank), lambda given: given))
     if rank != 1:
         dist.barrier()
     dist.barrier()
-    patient = Agreement("late", group(rank, world), 60.0)
+    patient = Consensus("late", group(rank, world), 60.0)
     return [failure], patient.step("together", lambda: (None, rank), lambda given: given)
 
 
