@@ -78,3 +78,13 @@ def test_the_plan_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     exec(_block("zerofx.plan("), {"__name__": "readme"})
     assert "stage 3, 64 ranks of h100" in capsys.readouterr().out
     assert (tmp_path / "step.svg").read_text().startswith("<svg")
+
+
+def test_the_training_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    torch._dynamo.reset()
+    exec(_block("zerofx.init()"), {"__name__": "readme"})
+    assert "ZeRO stage 3, 1 ranks" in capsys.readouterr().out
+    assert (tmp_path / "checkpoint").is_dir()
