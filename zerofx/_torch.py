@@ -109,6 +109,25 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+class _Ending:
+    """An end-of-backward callback that the engine drops, uncalled, when a backward raises."""
+
+    def __init__(self, raised: Callable[[], None]) -> None:
+        self._raised: Callable[[], None] | None = raised
+
+    def __call__(self) -> None:
+        self._raised = None
+
+    def __del__(self) -> None:
+        if self._raised is not None:
+            self._raised()
+
+
+def when_backward_raises(callback: Callable[[], None]) -> None:
+    """Call once if the running backward ends by an exception, before whoever called it sees that; there is no public way."""
+    at_end_of_backward(_Ending(callback))
+
+
 def import_collectives() -> Any:
     """Import the module that registers fake kernels for ``_c10d_functional``; importing it early slows ``import zerofx``."""
     import torch.distributed._functional_collectives as functional

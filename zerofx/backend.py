@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zerofx import _torch, ops
+from zerofx.agreement import Unit
 from zerofx.errors import MemoryLimitError, ZerofxError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
@@ -55,14 +57,15 @@ class Backend:
         self._check_writes(gm)
         inductor = self.runtime.config.backend == "inductor"
         tracing = self.runtime.new_tracing(self, is_whole=_torch.is_whole_frame(gm, self._forward))
-        compiled = _torch.aot_autograd(
-            fw_compiler=tracing.forward,
-            bw_compiler=tracing.backward,
-            inference_compiler=tracing.inference,
-            partition_fn=tracing.partition,
-            decompositions=_torch.inductor_decompositions() if inductor else {},
-            keep_inference_input_mutations=True,
-        )(gm, inputs)
+        with self.runtime.agreement.compiling():
+            compiled = _torch.aot_autograd(
+                fw_compiler=tracing.forward,
+                bw_compiler=tracing.backward,
+                inference_compiler=tracing.inference,
+                partition_fn=tracing.partition,
+                decompositions=_torch.inductor_decompositions() if inductor else {},
+                keep_inference_input_mutations=True,
+            )(gm, inputs)
         self.runtime.compilations.append(tracing.compilation)
         return compiled
 
@@ -100,7 +103,9 @@ class CompiledRuntime(Runtime):
         self.executed = []
         _torch.mark_static(self.shards)
         try:
-            return self._compiled[plain](module, *args, **kwargs)
+            # the first time, Dynamo may trace for as long as the compilers that follow
+            with nullcontext() if self.compilations else self.agreement.compiling():
+                return self._compiled[plain](module, *args, **kwargs)
         except _torch.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZerofxError):
                 raise error.inner_exception from None
@@ -145,8 +150,7 @@ class Tracing:
 
     def __init__(self, backend: Backend, compilation: Compilation, is_whole: bool) -> None:
         self.backend, self.compilation = backend, compilation
-        # Between a forward and a backward of several graphs, what each kept would be alive at once.
-        self._keeps = is_whole
+        self.is_whole = is_whole
         self._source: Program | None = None
 
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -176,7 +180,8 @@ class Tracing:
         """Lower the scheduled backward."""
         assert self._source is not None
         assert self.compilation.backward is not None
-        return _Backward(self, self._source, self.compilation.backward)
+        with self.backend.runtime.agreement.compiling():  # it may be the first backward that asks for it
+            return _Backward(self, self._source, self.compilation.backward)
 
     def lower(self, program: Program, name: str) -> Tape:
         """Lower a scheduled program and compile its regions."""
@@ -204,7 +209,7 @@ class Tracing:
 
     def joint(self, module: GraphModule) -> Program:
         """Wrap a traced graph, after Inductor's joint passes."""
-        program = self.backend.program(module, Phase.JOINT, keeps=self._keeps)
+        program = self.backend.program(module, Phase.JOINT, keeps=self.is_whole)
         if program.config.backend == "inductor":
             device = next(value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), Tensor))
             start = time.perf_counter()
@@ -244,13 +249,16 @@ class Tracing:
     def _forward(self, scheduled: Program) -> Callable[[list[Any]], Any]:
         tape = self.lower(scheduled, "forward")
         waits = any(scheduled.marked("refresh_wait"))
-        runtime, compilation = self.backend.runtime, self.compilation
+        runtime, compilation, unit = self.backend.runtime, self.compilation, unit_of(scheduled)
+        communicates = runtime.config.stage == 3
 
         def run(inputs: list[Any]) -> Any:
             runtime.executed.append(compilation)
             if waits:
                 inputs.append(runtime.wholes.arrivals)
-            return tape(inputs)
+            if communicates:
+                return runtime.agreement.turn(unit, lambda: tape(inputs), is_last=self.is_whole)
+            return runtime.agreement.guard(lambda: tape(inputs))  # waits for refreshes
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -267,27 +275,36 @@ class _Backward:
         names = dict(_reduced(tracing.compilation.records))
         self._reduced = [(place, names[node.name]) for place, node in enumerate(results) if node is not None and node.name in names]
         self._indices = [index for _, index in self._reduced]
-        self._tapes: dict[Sync, tuple[Tape, tuple[int, ...]]] = {Sync.REDUCE: (tracing.lower(scheduled, "backward"), ())}
+        self._tapes: dict[Sync, tuple[Tape, Unit, tuple[int, ...]]] = {
+            Sync.REDUCE: (tracing.lower(scheduled, "backward"), unit_of(scheduled), ())
+        }
 
     def __call__(self, inputs: list[Any]) -> Any:
         sync = self._runtime.gradients.sync(self._indices)
         if sync not in self._tapes:
             self._tapes[sync] = self._lower(sync)
-        tape, pending = self._tapes[sync]
-        inputs.extend(self._runtime.gradients.take_pending(index) for index in pending)
-        results = tape(inputs)
-        if sync is Sync.KEEP:
-            results = list(results)
-            for place, index in self._reduced:
-                self._runtime.gradients.keep(index, results[place])
-                results[place] = None
+        tape, unit, pending = self._tapes[sync]
+        gradients, agreement = self._runtime.gradients, self._runtime.agreement
+        is_last = self._tracing.is_whole and not gradients.has_leftovers(self._indices)
+        inputs.extend(gradients.take_pending(index) for index in pending)
+        if sync is not Sync.KEEP:
+            return agreement.turn(unit, lambda: tape(inputs), is_last=is_last)
+        results = list(tape(inputs))
+        for place, index in self._reduced:
+            gradients.keep(index, results[place])
+            results[place] = None
         return results
 
-    def _lower(self, sync: Sync) -> tuple[Tape, tuple[int, ...]]:
-        scheduled = self._tracing.schedule_backward(self._source, sync)
-        pending = tuple(mark.params[0] for _, mark in scheduled.marked("pending"))
-        with torch.no_grad():
-            return self._tracing.lower(scheduled, f"backward, {sync.value}"), pending
+    def _lower(self, sync: Sync) -> tuple[Tape, Unit, tuple[int, ...]]:
+        with torch.no_grad(), self._runtime.agreement.compiling():
+            scheduled = self._tracing.schedule_backward(self._source, sync)
+            pending = tuple(mark.params[0] for _, mark in scheduled.marked("pending"))
+            return self._tracing.lower(scheduled, f"backward, {sync.value}"), unit_of(scheduled), pending
+
+
+def unit_of(program: Program) -> Unit:
+    """Return the communication of a scheduled program."""
+    return Unit(tuple((mark.kind.removesuffix("_start"), mark.params) for _, mark in program.marked("gather_start", "reduce_start")))
 
 
 def _reduced(records: Sequence[Record]) -> list[tuple[str, int]]:

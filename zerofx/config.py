@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,8 @@ class Config:
     ``prefetch_buckets`` of the largest bucket ahead of use, and gradients in flight ``reduces_in_flight`` of theirs (in the eager
     mode: so many buckets); 0 overlaps nothing. At stage 3, blocks of parameters, from the first, of at most ``keep_whole_bytes`` stay
     whole until an optimizer changes them, so that only the first of several micro-batches gathers them. ``hardware`` are the figures
-    that the schedule goes by, or the name of a machine.
+    that the schedule goes by, or the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither computing
+    with them nor compiling, is an error on all; with None the ranks do not ask each other, and those that differ wait for ever.
     """
 
     stage: int = 3
@@ -88,6 +90,7 @@ class Config:
     whole_graph: bool = False
     hardware: Hardware | str | None = None
     hooks: HookLimits = HookLimits()
+    timeout_s: float | None = 60.0
     passes: tuple[Any, ...] = ()
 
     @classmethod
@@ -186,6 +189,14 @@ class Config:
                 where=f"zerofx.compile({field}=...)",
                 why="there is no graph that passes could rewrite, or that a schedule could be proved on",
                 remedy="bound the eager mode by Config(hooks=HookLimits(...)), or compile",
+            )
+        given = self.timeout_s
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf):
+            raise ConfigError(
+                f"timeout_s={given!r} is no number of seconds",
+                where="zerofx.Config(timeout_s=...)",
+                why="it bounds how long the ranks wait for one of them",
+                remedy="pass a positive number, such as 60, or None where ranks never differ",
             )
         for field in ("bucket_max_bytes", "bucket_min_bytes", "prefetch_buckets", "reduces_in_flight", "keep_whole_bytes"):
             _check_count(getattr(self, field), f"zerofx.Config({field}=...)")

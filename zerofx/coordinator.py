@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx import _torch, collectives, memory
+from zerofx.agreement import Agreement, Unit
 from zerofx.collectives import Refresh
 from zerofx.config import Config
 from zerofx.eventlog import EventLog
@@ -67,8 +68,9 @@ class Coordinator:
         versions: Versions,
         local_shard: Callable[[int], Tensor],
         log: EventLog,
+        agreement: Agreement,
     ) -> None:
-        self._limits, self._group, self._params = config.hooks, group, params
+        self._limits, self._group, self._params, self._agreement = config.hooks, group, params, agreement
         self._versions, self._local_shard, self._log = versions, local_shard, log
         sharded = [param for param in params if param.dim is not None and not param.stays]
         self._wholes = {param.index: Whole(param, _torch.local_tensor(tensors[param.index]).device) for param in sharded}
@@ -224,8 +226,9 @@ class Coordinator:
                 torch.autograd.graph.increment_version([whole.tensor])  # a graph that saved the old value must not use this one
             whole.version = version
         with torch.no_grad():
-            shards = [self._local_shard(index) for index in missing]
-            refresh = collectives.refresh_start([whole.target for whole in wholes], shards, params, self._group)
+            shards, targets = [self._local_shard(index) for index in missing], [whole.target for whole in wholes]
+            unit = Unit((("gather", missing),))
+            refresh = self._agreement.turn(unit, lambda: collectives.refresh_start(targets, shards, params, self._group))
         flight = Flight(f"gather {self._launched}", missing, refresh)
         self._launched += 1
         self._flights |= dict.fromkeys(missing, flight)
@@ -238,7 +241,7 @@ class Coordinator:
         if flight is None:
             return
         with torch.no_grad():
-            flight.refresh.wait()
+            self._agreement.guard(flight.refresh.wait)
         for other in flight.indices:
             del self._flights[other]
         params = [self._params[other] for other in flight.indices]

@@ -36,7 +36,11 @@ class MemoryLimitError(ZerofxError):
 
 
 class RankMismatchError(ZerofxError):
-    """The ranks disagree on the model or on the settings."""
+    """The ranks disagree on the model, on the settings, or on what they run."""
+
+
+class RankLostError(ZerofxError):
+    """A rank is gone: its process ended, or its connections did."""
 
 
 class CheckpointError(ZerofxError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from zerofx import _torch, collectives
+from zerofx.agreement import Agreement, Unit
 from zerofx.config import Config
 from zerofx.groups import Group
 from zerofx.params import Param
@@ -19,10 +20,11 @@ from zerofx.program import Sync
 class Gradients:
     """Turns what backwards leave on this rank into DTensors of the parameters' logical shape."""
 
-    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter]) -> None:
-        self._config, self._group, self._params, self._tensors = config, group, params, tensors
+    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter], agreement: Agreement) -> None:
+        self._config, self._group, self._params, self._tensors, self._agreement = config, group, params, tensors, agreement
         self.synchronize = True
         self._kept: dict[int, Tensor] = {}
+        self._others: dict[int, Tensor] = {}  # shards of gradients that only other ranks computed
         self._specs = [_spec(tensor) for tensor in tensors]
 
     @property
@@ -33,6 +35,7 @@ class Gradients:
     def forget(self) -> None:
         """Drop what a backward that raised left behind."""
         self._kept.clear()
+        self._others.clear()
 
     def sync(self, indices: Sequence[int]) -> Sync:
         """Return what a backward that gives gradients for these parameters does with them."""
@@ -63,6 +66,10 @@ class Gradients:
         tensor.grad = None
         return pending
 
+    def has_leftovers(self, indices: Sequence[int]) -> bool:
+        """Whether backwards under ``no_sync`` left gradients for other parameters than these."""
+        return self._config.stage <= 1 and any(self._has_pending(index) for index in {*range(len(self._tensors))}.difference(indices))
+
     def _has_pending(self, index: int) -> bool:
         grad = self._tensors[index].grad
         return isinstance(grad, DTensor) and grad.placements[0].is_partial()
@@ -71,6 +78,7 @@ class Gradients:
         """Turn the padded gradient shards of one forward into DTensors of the parameters' logical shape."""
         if not self.keeps_whole:
             locals_ = self._with_leftovers(locals_)
+            locals_ = self._with_others(locals_, self._agreement.end())
         found: list[Tensor | None] = []
         for index, local in enumerate(locals_):
             kept = self._kept.pop(index, None)
@@ -94,10 +102,34 @@ class Gradients:
         """Reduce one whole gradient over the ranks, outside a compiled graph; return this rank's padded shard."""
         if self._group.size == 1:
             return grad.to(self._params[index].dtype)
-        params = [self._params[index]]
+        return self._agreement.turn(Unit((("reduce", (index,)),)), lambda: self._reduce([grad], [self._params[index]])[0])
+
+    def _reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> list[Tensor]:
         divisor = self._config.divisor(self._group.size)
-        buffers = collectives.reduce_start([grad], params, self._group, self._config.reduce_dtype, divisor)
-        return collectives.reduce_wait(buffers, params, self._group, divisor)[0]
+        buffers = collectives.reduce_start(grads, params, self._group, self._config.reduce_dtype, divisor)
+        return collectives.reduce_wait(buffers, params, self._group, divisor)
+
+    def take_part(self, members: Sequence[int]) -> None:
+        """Take part in the reduction of gradients that only other ranks have, and keep this rank's shards of the averages."""
+        params = [self._params[index] for index in members]
+        nothing = [
+            torch.zeros(param.shape, dtype=param.compute_dtype, device=_torch.local_tensor(self._tensors[param.index]).device)
+            for param in params
+        ]
+        for index, shard in zip(members, self._reduce(nothing, params), strict=True):
+            earlier = self._others.get(index)
+            self._others[index] = shard if earlier is None else earlier + shard
+
+    def _with_others(self, locals_: Sequence[Tensor | None], needless: Container[int]) -> list[Tensor | None]:
+        """Add what other ranks computed and this one did not; what no rank computed stays None."""
+        result = list(locals_)
+        for index, shard in self._others.items():
+            if index in needless:
+                continue
+            local = result[index]
+            result[index] = shard if local is None else local + shard
+        self._others.clear()
+        return result
 
     def spread_overflow(self, grads: Sequence[Tensor | None]) -> None:
         """Make an overflow in any rank's shards show in the replicated gradients too, which every rank holds.

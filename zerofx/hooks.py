@@ -87,8 +87,9 @@ class HookedRuntime(Runtime):
     def __init__(self, *state: Any) -> None:
         super().__init__(*state)
         self._log = EventLog(self.config, self.group, self.params)
-        self._coordinator = Coordinator(self.config, self.group, self.params, self.tensors, self.versions, self.local_shard, self._log)
-        self._reductions = Reductions(self.config, self.group, self.params, self._log)
+        facts = self.config, self.group, self.params
+        self._coordinator = Coordinator(*facts, self.tensors, self.versions, self.local_shard, self._log, self.agreement)
+        self._reductions = Reductions(*facts, self._log, self.agreement)
         self._names = {module: name for name, module in self._modules}
         self._pass = Pass([])
         self._stack: list[Call] = []
@@ -207,6 +208,8 @@ class HookedRuntime(Runtime):
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            if not self.gradients.keeps_whole:
+                self.agreement.begin_backward()
             self._log.begin_backward()
             self._coordinator.begin_backward()
             _torch.at_end_of_backward(self._end_backward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,6 +103,7 @@ def _traced(
     stack: Stack | None,
 ) -> Traced:
     """Trace a model, or a few layers of its stack and write down the others. Raises Irregular where the traced graph does not repeat."""
+    settings = replace(settings, timeout_s=None)  # there are no ranks to agree with
     fakes = _Fakes()
     made, args, kwargs = fakes.model(model), fakes.inputs(tuple(args)), fakes.inputs(dict(kwargs or {}))
     # a mesh of all ranks, that no process group joins

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerofx import collectives, memory
+from zerofx.agreement import Agreement, Unit
 from zerofx.config import Config
 from zerofx.eventlog import EventLog
 from zerofx.groups import Group
@@ -28,8 +29,8 @@ class Flight:
 class Reductions:
     """Takes whole gradients as they become complete, and gives this rank's reduced shards at the end of a backward."""
 
-    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], log: EventLog) -> None:
-        self._config, self._group, self._params, self._log = config, group, params, log
+    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], log: EventLog, agreement: Agreement) -> None:
+        self._config, self._group, self._params, self._log, self._agreement = config, group, params, log, agreement
         self._divisor = config.divisor(group.size)
         self._open: list[tuple[Param, Tensor]] = []
         self._flights: deque[Flight] = deque()
@@ -65,8 +66,9 @@ class Reductions:
         params, grads = zip(*self._open, strict=True)
         self._open = []
         dtype = self._config.reduce_dtype
+        unit = Unit((("reduce", tuple(param.index for param in params)),))
         with torch.no_grad():
-            buffers = collectives.reduce_start(grads, params, self._group, dtype, self._divisor)
+            buffers = self._agreement.turn(unit, lambda: collectives.reduce_start(grads, params, self._group, dtype, self._divisor))
         size_bytes = memory.reduce_bytes(params, self._group, self._config)
         flight = Flight(f"reduce {self._launched}", params, tuple(buffers), size_bytes)
         self._launched += 1
@@ -78,7 +80,7 @@ class Reductions:
     def _wait(self) -> None:
         flight = self._flights.popleft()
         with torch.no_grad():
-            shards = collectives.reduce_wait(flight.buffers, flight.params, self._group, self._divisor)
+            shards = self._agreement.guard(lambda: collectives.reduce_wait(flight.buffers, flight.params, self._group, self._divisor))
         self._log.wait(flight.what, _indices(flight), buffer_bytes=flight.buffer_bytes)
         for param, shard in zip(flight.params, shards, strict=True):
             self._give(param.index, shard)

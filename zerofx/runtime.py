@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,13 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from zerofx import _torch, collectives, groups
+from zerofx.agreement import Agreement, Unit
 from zerofx.config import Config
+from zerofx.divergence import EVALUATION, KEEPING, TRAINING
 from zerofx.errors import ShardingError, ZerofxError
 from zerofx.gradients import Gradients
 from zerofx.groups import Group
 from zerofx.module import meets_shard
 from zerofx.params import Param
 from zerofx.render import Schedule
+from zerofx.rendezvous import Rendezvous
 from zerofx.vacancies import Vacancies
 from zerofx.wholes import Versions, WholeCopies
 
@@ -60,7 +64,8 @@ class Runtime(ABC):
         self.vacancies = Vacancies(modules, is_open=any(tensor.is_meta for tensor in tensors))
         self.versions = Versions(tensors)
         self.wholes = WholeCopies(config, group, params, tensors, self.versions)
-        self.gradients = Gradients(config, group, params, tensors)
+        self.agreement = self._new_agreement()
+        self.gradients = Gradients(config, group, params, tensors, self.agreement)
         self._padded = [_padded(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -88,13 +93,23 @@ class Runtime(ABC):
         """Run the forward of the root module, or another of its methods. Called inside another such call, run it plainly."""
         if self.inside:
             return plain(module, *args, **kwargs)
-        self._check_parameters()
-        self.vacancies.check()
         if _torch.local_tensor(self.tensors[0]).device != self.device:
             self.__setstate__(self.__getstate__())  # what belongs to the shards must be where they are now
+        self.agreement.begin(EVALUATION if not self._trains() else KEEPING if self.gradients.keeps_whole else TRAINING)
+        try:
+            result = self._forward(plain, module, args, kwargs)
+            self.agreement.end()
+            return result
+        except BaseException as error:
+            self.agreement.fail(error)
+            raise
+
+    def _forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_parameters()
+        self.vacancies.check()
         self.gradients.forget()
         self.shards = self._enter()
-        self.wholes.refresh(self.shards)
+        self._refresh()
         self.inside = True
         try:
             if self.config.param_dtype is not None and self.config.cast_forward_inputs:
@@ -115,7 +130,7 @@ class Runtime(ABC):
             self.inside = False
             self.shards = []
             self._reads = []
-            self.wholes.arrivals.finish()
+            self.agreement.guard(self.wholes.arrivals.finish)
 
     @abstractmethod
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,7 +160,36 @@ class Runtime(ABC):
 
     def gather(self, param: Param, shard: Tensor) -> Tensor:
         """Gather a sharded parameter that has no whole copy."""
-        return collectives.gather_wait(collectives.gather_start([shard], [param], self.group), [param], self.group)[0]
+        return self.agreement.turn(Unit((("gather", (param.index,)),)), lambda: self._gather([param], [shard])[0])
+
+    def _gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+        return collectives.gather_wait(collectives.gather_start(shards, params, self.group), params, self.group)
+
+    def _refresh(self) -> None:
+        """Launch the gathers of the whole copies that are stale."""
+        if stale := self.wholes.stale():
+            unit = Unit(tuple(("refresh", self.wholes.buckets[bucket]) for bucket in stale))
+            self.agreement.turn(unit, lambda: self.wholes.refresh(stale, self.shards))
+
+    def take_part(self, kind: str, members: tuple[int, ...]) -> None:
+        """Take part in communication that other ranks need and this one does not."""
+        with torch.no_grad():
+            if kind == "reduce":
+                self.gradients.take_part(members)
+            elif kind == "gather":
+                self._gather([self.params[index] for index in members], [self.local_shard(index) for index in members])
+            else:
+                bucket = self.wholes.buckets.index(members)
+                self.wholes.refresh([bucket], self.local_shards())
+                self.wholes.arrivals.wait(bucket)
+
+    def _new_agreement(self) -> Agreement:
+        mesh, group, timeout_s = self.mesh, self.group, self.config.timeout_s
+        connect: Callable[[], Rendezvous] | None = None
+        if timeout_s is not None and group.size > 1 and group.backend != "fake":
+            connect = functools.partial(_rendezvous, mesh, group, timeout_s)
+        model, in_forward = type(self.root).__name__, self.config.stage == 3
+        return Agreement(model, group.rank, self.params, timeout_s or 0.0, connect, self.take_part, in_forward=in_forward)
 
     def noted(self, index: int, value: Tensor) -> Tensor:
         """Remember a whole parameter that the forward was given, to notice a write into it."""
@@ -168,8 +212,12 @@ class Runtime(ABC):
         by_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
         return by_autocast or self.config.param_dtype is torch.float16
 
+    def _trains(self) -> bool:
+        """Whether a backward may follow a forward that starts now."""
+        return torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+
     def _enter(self) -> list[Tensor]:
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and any(tensor.requires_grad for tensor in self.tensors):
+        if self._trains():
             return list(_EnterForward.apply(self, *self.tensors))  # type: ignore[no-untyped-call]
         return self.local_shards()
 
@@ -227,6 +275,10 @@ class Runtime(ABC):
             local = local.narrow(param.dim, *param.rows(self.group.rank))
         local = local.to(_torch.local_tensor(self.tensors[index]).device)
         return self.gradients.dtensor(index, local.contiguous(), None)
+
+
+def _rendezvous(mesh: DeviceMesh, group: Group, timeout_s: float) -> Rendezvous:
+    return Rendezvous(mesh.get_group(), group, timeout_s)
 
 
 def in_place_error(param: Param) -> ShardingError:

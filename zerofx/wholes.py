@@ -84,19 +84,25 @@ class WholeCopies:
             for param, tensor in zip(self._params, self._tensors, strict=True)
         ]
 
-    def refresh(self, shards: Sequence[Tensor]) -> None:
-        """Launch the gathers of buckets whose shards changed since their last gather, in layer order."""
-        for bucket, members in enumerate(self.buckets):
-            versions = [self._changes.of(index) for index in members]
-            if versions == [self._versions[index] for index in members]:
-                continue
+    def stale(self) -> list[int]:
+        """Return the buckets whose shards changed since their last gather, in layer order."""
+        return [bucket for bucket, members in enumerate(self.buckets) if any(self._changed(index) for index in members)]
+
+    def _changed(self, index: int) -> bool:
+        return self._changes.of(index) != self._versions[index]
+
+    def refresh(self, buckets: Sequence[int], shards: Sequence[Tensor]) -> None:
+        """Launch the gathers of buckets."""
+        for bucket in buckets:
+            self.arrivals.wait(bucket)
+            members = self.buckets[bucket]
             params = [self._params[index] for index in members]
             wholes = [whole for index in members if (whole := self.copies[index]) is not None]
             with torch.no_grad():
                 sent = [shards[index].detach() for index in members]
                 self.arrivals.launch(bucket, collectives.refresh_start(wholes, sent, params, self._group))
-            for index, version in zip(members, versions, strict=True):
-                self._versions[index] = version
+            for index in members:
+                self._versions[index] = self._changes.of(index)
 
     def arrive(self, index: int) -> None:
         """Wait for the whole copy of one parameter, outside a compiled graph."""
