@@ -26,6 +26,7 @@ from zerofx.passes import STAGES
 from zerofx.periods import Irregular, Line, gives, lengthened
 from zerofx.program import Phase, Program, results_of
 from zerofx.render import Schedule
+from zerofx.runtime import Forward
 from zerofx.stacks import Stack, stacks_of
 from zerofx.unroll import Unrolled, unrolled
 from zerofx.wholes import refresh_buckets
@@ -168,13 +169,8 @@ class _Fakes:
         return copy.deepcopy(model, memo)
 
     def inputs(self, value: Any) -> Any:
-        """Replace the tensors of nested inputs; their sizes are static, whatever was planned before."""
-        return _torch.apply_to_tensors(self._static, value)
-
-    def _static(self, tensor: Tensor) -> Tensor:
-        fake = self._like(tensor)
-        _torch.mark_static([fake])
-        return fake
+        """Replace the tensors of nested inputs."""
+        return _torch.apply_to_tensors(self._like, value)
 
     def _like(self, tensor: Tensor) -> Tensor:
         made = self.blank(tensor.detach(), torch.device("cpu") if tensor.is_meta else tensor.device)
@@ -195,6 +191,11 @@ class _PlannedRuntime(CompiledRuntime):
     fakes: _Fakes
     stack: Stack | None  # what was cut to the least depth
     all_params: tuple[Param, ...]
+
+    def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # their sizes are static, whatever was planned before; here, because what precision casts is a tensor anew
+        _torch.mark_static(leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        return super().run(plain, module, args, kwargs)
 
     def new_tracing(self, backend: Backend, *, is_whole: bool) -> Tracing:
         if self.stack is None:

@@ -362,6 +362,8 @@ def accumulated(rank: int, world: int, modes: list[tuple[int, str]]) -> list[str
         torch.manual_seed(3)
         model = sharded(integral(Exits()), stage, backend)
         for _ in range(2):
+            plain.zero_grad()
+            model.zero_grad()  # adding to a gradient that is reduced already would reduce what is kept
             (plain(torch.ones(5, 4).double()).sum() / world).backward()
             with zerofx.no_sync(model):
                 for _ in range(1 + rank):
