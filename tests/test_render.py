@@ -16,6 +16,7 @@ from zerofx.events import Event, fold
 from zerofx.hardware import hardware
 from zerofx.program import Program
 from zerofx.regions import is_boundary, is_collective
+from zerofx.render import module_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -41,6 +42,14 @@ def test_a_schedule_for_known_hardware_draws_itself(tmp_path: Path) -> None:
     assert json.loads(schedule.to_json())["timeline"] is None
     with pytest.raises(zerofx.ConfigError, match="no times to draw"):
         zerofx.schedule(stack(1, stage=3)).to_svg(tmp_path / "none.svg")
+
+
+@pytest.mark.parametrize("root", ["L['self']", "L['args'][0]"])
+def test_a_computing_module_has_its_qualified_name(root: str) -> None:
+    node = torch.fx.Graph().placeholder("x")
+    for path, name in (("", ""), (".h.3.up", "h.3.up"), ("._modules['h']._modules['3']", "h.3")):
+        node.meta["nn_module_stack"] = {"key": (f"{root}{path}", torch.nn.Module)}
+        assert module_of(node) == name
 
 
 def test_equal_layers_fold_whatever_the_depth() -> None:

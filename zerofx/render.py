@@ -272,4 +272,5 @@ def module_of(node: Node) -> str:
     """Return the qualified name of the submodule that a node computes, forward or backward; empty for the root."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
-    return re.sub(r"^L\['\w+'\]\.?", "", path).replace("._modules", "").replace("['", ".").replace("']", "").strip(".")
+    # Dynamo names the root as an argument of the forward, or of a function that wraps it
+    return re.sub(r"^L\['\w+'\](\[\d+\])?\.?", "", path).replace("._modules", "").replace("['", ".").replace("']", "").strip(".")
