@@ -273,4 +273,4 @@ def module_of(node: Node) -> str:
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
     # Dynamo names the root as an argument of the forward, or of a function that wraps it
-    return re.sub(r"^L\['\w+'\](\[\d+\])?\.?", "", path).replace("._modules", "").replace("['", ".").replace("']", "").strip(".")
+    return re.sub(r"^L\['\w+'\](\[\d+\])?", "", path).replace("._modules", "").replace("['", ".").replace("']", "").strip(".")
