@@ -93,6 +93,7 @@ class Runtime(ABC):
         """Run the forward of the root module, or another of its methods. Called inside another such call, run it plainly."""
         if self.inside:
             return plain(module, *args, **kwargs)
+        self.vacancies.check()
         if _torch.local_tensor(self.tensors[0]).device != self.device:
             self.__setstate__(self.__getstate__())  # what belongs to the shards must be where they are now
         self.agreement.begin(EVALUATION if not self._trains() else KEEPING if self.gradients.keeps_whole else TRAINING)
@@ -106,7 +107,6 @@ class Runtime(ABC):
 
     def _forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_parameters()
-        self.vacancies.check()
         self.gradients.forget()
         self.shards = self._enter()
         self._refresh()
