@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import zerofx
 from zerofx.config import Config, HookLimits
+from zerofx.errors import ConfigError
 from zerofx.hardware import Hardware, Link, hardware
 
 counts = st.integers(0, 10**12)
@@ -125,3 +126,14 @@ def test_passes_are_not_written() -> None:
     for write in (config.to_toml, config.to_json):
         with pytest.raises(zerofx.ConfigError, match="passes"):
             write()
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_only_floating_dtypes_are_taken(field: str) -> None:
+    with pytest.raises(ConfigError, match="no floating dtype"):
+        Config(**{field: torch.int8})
+
+
+def test_methods_are_a_tuple_of_names() -> None:
+    with pytest.raises(ConfigError, match="no tuple of names"):
+        Config(methods="encode")  # type: ignore[arg-type]

@@ -159,6 +159,21 @@ def test_a_file_becomes_a_config_and_what_the_loop_needs(tmp_path: Path) -> None
     assert "contiguous_gradients" in str(found.report)
 
 
+@pytest.mark.parametrize("flag", ["false", "False"])
+def test_a_flag_may_be_text(flag: str) -> None:
+    found = zerofx.Config.from_deepspeed(
+        {"bf16": {"enabled": flag}, "zero_optimization": {"stage": 2, "overlap_comm": flag}}, version="0.19.8"
+    )
+    assert found.config.param_dtype is None
+    assert found.config.reduces_in_flight == 0
+
+
+@pytest.mark.parametrize("world_size", [0, "2", True])
+def test_a_world_is_a_number_of_ranks(world_size: Any) -> None:
+    with pytest.raises(zerofx.ConfigError, match="is no number of ranks"):
+        zerofx.Config.from_deepspeed({"train_batch_size": 8}, world_size=world_size)
+
+
 def test_every_known_setting_has_one_meaning() -> None:
     assert not (MAPPED.keys() & UNUSED.keys()) | (MAPPED.keys() & REFUSED.keys()) | (UNUSED.keys() & REFUSED.keys())
     assert all(name in {*MAPPED, *UNUSED, *REFUSED, "bf16"} for name in ALIASES.values())

@@ -135,21 +135,31 @@ def import_collectives() -> Any:
     return functional
 
 
+# Exact over fast where the two differ, and the order of the schedule over Inductor's own:
+# - the random stream is eager's, so that dropout does not depend on the backend
+# - peak-memory reordering would undo prefetch in a whole-graph compile (design, fact 1)
+_INDUCTOR: dict[str, Any] = {"fallback_random": True, "reorder_for_peak_memory": False, "reorder_for_locality": False}
+
+
 def inductor_joint_passes(gm: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule:
     """Run Inductor's pattern passes on a joint graph, as its own partition function does."""
+    import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
-    return _recursive_joint_graph_passes(gm, skip_invoke_subgraph=True, input_device=device)
+    with inductor_config.patch(_INDUCTOR):
+        return _recursive_joint_graph_passes(gm, skip_invoke_subgraph=True, input_device=device)
 
 
 def inductor_decompositions() -> dict[Any, Any]:
     """Return Inductor's decomposition table."""
+    import torch._inductor.config as inductor_config
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
+    with inductor_config.patch(_INDUCTOR):
+        return select_decomp_table()
 
 
-def inductor_compile(gm: torch.fx.GraphModule, *, is_backward: bool, patches: dict[str, Any]) -> Any:
+def inductor_compile(gm: torch.fx.GraphModule, *, is_backward: bool) -> Any:
     """Compile one graph with Inductor; the result takes a list of inputs, which it may clear.
 
     All outputs keep the traced strides, because what consumes them was traced with these.
@@ -162,7 +172,7 @@ def inductor_compile(gm: torch.fx.GraphModule, *, is_backward: bool, patches: di
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     output.meta["user_visible_output_idxs"] = [i for i, arg in enumerate(output.args[0]) if isinstance(arg, torch.fx.Node)]
     fake_mode = detect_fake_mode(inputs)
-    with inductor_config.patch(patches), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
+    with inductor_config.patch(_INDUCTOR), V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
         return compile_fx_inner(gm, inputs, is_backward=is_backward)
 
 

@@ -154,7 +154,7 @@ class Agreement:
     def end(self) -> frozenset[int]:
         """End the phase when all ranks do; until then take part in what they run.
 
-        Returns the parameters that an expected order has communicated although no rank needed them.
+        Returns the parameters whose gradients an expected order has reduced although no rank had any.
         """
         needless = frozenset[int]()
         if self._phase and (self._in_forward or self._phase == BACKWARD):
@@ -206,7 +206,7 @@ class Agreement:
         kept = [unit for bit, unit in enumerate(ran) if not needless >> bit & 1]
         self._expected[self._phase] = tuple(kept)
         self._close()
-        return _members(ran) - _members(kept)
+        return _reduced(ran) - _reduced(kept)
 
     def _close(self) -> None:
         self._phase, self._ran, self._joined = "", None, 0
@@ -311,8 +311,8 @@ class Agreement:
         return f"the {kind} of {label_of([self._params[index] for index in members])}"
 
 
-def _members(units: Sequence[Unit]) -> frozenset[int]:
-    return frozenset(index for unit in units for _, members in unit.launches for index in members)
+def _reduced(units: Sequence[Unit]) -> frozenset[int]:
+    return frozenset(index for unit in units for kind, members in unit.launches if kind == "reduce" for index in members)
 
 
 def _keys(places: Sequence[Place]) -> list[str]:

@@ -212,6 +212,10 @@ class Config:
             kind = type(getattr(self, field))
             is_dtype = kind is type(None) or (kind.__module__, kind.__name__) == ("torch", "dtype")
             self._check(is_dtype, field, "no dtype", "it is a torch.dtype", "pass torch.bfloat16")
+            floats = getattr(self, field) is None or getattr(self, field).is_floating_point
+            self._check(floats, field, "no floating dtype", "parameters and gradients are cast to it", "pass torch.bfloat16")
+        is_named = isinstance(self.methods, tuple) and all(isinstance(name, str) for name in self.methods)
+        self._check(is_named, "methods", "no tuple of names", "it names methods of the model", 'pass a tuple such as ("encode",)')
 
     def _check(self, holds: bool, field: str, what: str, why: str, remedy: str) -> None:
         if not holds:

@@ -17,6 +17,10 @@ _SECTIONS = tuple(dict.fromkeys(name.rpartition(".")[0] for name in KNOWN if "."
 _OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 
 
+# A flag may be written as text.
+_FLAGS = {"true": True, "false": False}
+
+
 def read(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Return settings of DeepSpeed, or of a JSON file of them, by dotted name: ``{"zero_optimization.stage": 2}``.
 
@@ -28,7 +32,7 @@ def read(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         where = str(settings)
         try:
             settings = json.loads(Path(settings).read_text(encoding="utf-8"), object_pairs_hook=_unique)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _unreadable(f"{where!r} is not a JSON file", where, str(error)) from None
     if not isinstance(settings, Mapping):
         raise _unreadable(f"{settings!r} is no mapping of settings", where, "settings go by name")
@@ -36,7 +40,7 @@ def read(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     for name, value in _leaves("", settings, where):
         if name in found:
             raise _unreadable(f"{name} is set twice", where, "DeepSpeed takes it by two names, and both are given")
-        found[name] = value
+        found[name] = _FLAGS.get(value.lower(), value) if isinstance(value, str) else value
     return found
 
 

@@ -83,6 +83,13 @@ class Translation:
 
 def translate(settings: Given | str | Path, *, version: str | None, world_size: int | None, auto: Given) -> Translation:
     """Translate settings of DeepSpeed, or a JSON file of them: see ``Config.from_deepspeed``."""
+    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
+        raise ConfigError(
+            f"world_size={world_size!r} is no number of ranks",
+            where="zerofx.Config.from_deepspeed(world_size=...)",
+            why="the sizes of a batch are divided by it",
+            remedy="pass an int of at least 1",
+        )
     given = deepspeed.read(settings)
     _refuse(given)
     found = _resolved(given, auto)

@@ -13,11 +13,6 @@ from zerofx import _torch, ops
 from zerofx.program import Phase, Program, is_view
 from zerofx.tape import Region, Tape
 
-# Exact over fast where the two differ, and the order of the schedule over Inductor's own:
-# - the random stream is eager's, so that dropout does not depend on the backend
-# - peak-memory reordering would undo prefetch in a whole-graph compile (design, fact 1)
-PATCHES: dict[str, Any] = {"fallback_random": True, "reorder_for_peak_memory": False, "reorder_for_locality": False}
-
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -47,7 +42,7 @@ class Compiler:
         _torch.pin_order(module.graph, [node for node in module.graph.nodes if is_collective(node)])
         compiled = self._compiled.get(key) if key else None
         if compiled is None:
-            compiled = _torch.inductor_compile(module, is_backward=program.phase is Phase.BACKWARD, patches=PATCHES)
+            compiled = _torch.inductor_compile(module, is_backward=program.phase is Phase.BACKWARD)
             self._compiled[key or f"unique {self.region_count}"] = compiled
         return Region(compiled, tuple(inputs), tuple(outputs))
 

@@ -163,7 +163,7 @@ class Rendezvous:
             try:
                 self._decided = self._store.get(key).decode()
                 return self._verdict()
-            except dist.DistStoreError:
+            except RuntimeError:  # a DistStoreError of a TCPStore; a FileStore raises its plain base
                 if not self._shows_life(beats):
                     self._decided = self._store.compare_set(key, "", self._minutes()).decode()
                     return self._verdict()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import zerofx
@@ -353,6 +354,33 @@ def hooks_on_modules(place: Place) -> list[str]:
     return found + named_differences("gradient of", whole_gradients(model), whole_gradients(plain), TOLERANCE)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 32), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = functional.dropout(self.first(x), 0.5)
+        return self.second(kept + 0 * torch.rand_like(kept)), kept
+
+
+def dropout(place: Place) -> list[str]:
+    """The backward uses the mask of its forward (73)."""
+    plain = Masked().double()
+    model = place.compiled(plain)
+    x = place.rows(values(8, 6))
+    output, kept = model(x)
+    mean_square(output).backward()
+    mask = (kept != 0).double()
+    mean_square(plain.second(plain.first(x) * mask * 2)).backward()
+    expected = whole_gradients(plain)
+    for gradient in expected.values():
+        assert gradient is not None
+        dist.all_reduce(gradient)
+        gradient /= place.world
+    return named_differences("gradient of", whole_gradients(model), expected, TOLERANCE)
+
+
 CHECKS: tuple[Check, ...] = (
     an_early_exit_between_steps,
     delegated_attributes,
@@ -388,3 +416,7 @@ def test_is_right_at_few_places(ranks: Pool, check: Check) -> None:
 @pytest.mark.parametrize("check", [complex_parameters, a_row_of_padding], ids=lambda check: check.__name__)
 def test_is_right_where_shards_are_uneven(ranks: Pool, check: Check) -> None:
     assert wrong(ranks, check, world=3, places=FEW) == []
+
+
+def test_random_numbers_by_inductor(ranks: Pool) -> None:
+    assert wrong(ranks, dropout, places=((1, "inductor"), (3, "inductor"))) == []

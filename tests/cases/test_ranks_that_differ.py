@@ -505,3 +505,51 @@ def test_failure_inside_of_a_graph_ends_communication_on_all_ranks(ranks: Pool) 
 def test_timeout_is_a_positive_number_of_seconds(value: Any) -> None:
     with pytest.raises(ConfigError, match="is no number of seconds"):
         Config(timeout_s=value)
+
+
+class ReadsAhead(nn.Module):
+    """A layer that an inner one gathers ahead of, and leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.outer(x)
+        return self.inner(x) + y + self.outer(x).detach()
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([ReadsAhead(), nn.Linear(16, 16), ReadsAhead()])
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            for number, layer in enumerate(self.layers):
+                if not (skip and number == 0):
+                    x = layer(x)
+        return self.last(x).square().mean()
+
+
+def skipped_by_all(rank: int, world: int) -> list[list[str]]:
+    """Return the skipped layer's parameters that have gradients after each step, the last of which skips it."""
+    limits = zerofx.HookLimits(prefetch_elements=300, max_reuse_distance_elements=0, persistence_threshold_elements=20)
+    torch.manual_seed(0)
+    model = zerofx.compile(Skips(), config=Config(stage=3, backend="hooks", hooks=limits, timeout_s=TIMEOUT_S))
+    found = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "zerofx hooks: ")
+        for number in range(4):
+            model.zero_grad()
+            model(torch.ones(3, 4), number >= 2).backward()
+            found.append([name for name, param in model.layers[0].named_parameters() if param.grad is not None])
+    return found
+
+
+def test_what_was_gathered_ahead_and_used_by_none_has_no_gradient(ranks: Pool) -> None:
+    for found in ranks.run(skipped_by_all, 2):
+        assert found == [["inner.weight", "inner.bias"]] * 2 + [[]] * 2
