@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zerofx import checks, groups, runtime, sharding
 from zerofx.backend import CompiledRuntime
 from zerofx.config import Config
-from zerofx.errors import ConfigError, ShardingError, ZerofxError
+from zerofx.errors import ShardingError, ZerofxError
 from zerofx.hardware import THIS_MACHINE, Hardware
 from zerofx.hardware import hardware as named_hardware
 from zerofx.hooks import HookedRuntime
@@ -71,13 +71,7 @@ def compile(
     settings, device = Config(), torch.device("cpu")
     kept: tuple[nn.Module, ...] = ()
     try:
-        if not isinstance(config, Config | None):
-            raise ConfigError(
-                f"config is a {type(config).__name__}",
-                where="zerofx.compile(config=...)",
-                why="it is a zerofx.Config",
-                remedy="pass Config(...), or the config of what Config.from_deepspeed returned",
-            )
+        checks.check_config(config, "zerofx.compile(config=...)")
         settings = config or Config(
             stage=stage,
             backend=backend,

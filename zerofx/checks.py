@@ -105,6 +105,17 @@ def mesh_of(model: nn.Module, mesh: DeviceMesh | None, where: str) -> DeviceMesh
     return mesh
 
 
+def check_config(config: object, where: str) -> None:
+    """Check that settings are a Config, if any are given."""
+    if not isinstance(config, Config | None):
+        raise ConfigError(
+            f"config is a {type(config).__name__}",
+            where=where,
+            why="it is a zerofx.Config",
+            remedy="pass Config(...), or the config of what Config.from_deepspeed returned",
+        )
+
+
 def check_methods(model: nn.Module, methods: Sequence[str]) -> None:
     """Check that a model's class has the methods that are named."""
     known = own_methods(type(model))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from zerofx import _torch, groups, sharding
+from zerofx import _torch, groups, runtime, sharding
 from zerofx.checks import check_memory, mesh_of
 from zerofx.errors import ConfigError, ShardingError, ZerofxError
 from zerofx.groups import Group
@@ -164,7 +164,7 @@ class _Site:
             param = held.param
         else:
             param = self._storages.param_of(parameter) if compiled is None else sharding.param_of(compiled, self._group)
-        shard = held.shard if held else sharding.cut(parameter.detach(), param, self._group)
+        shard = held.shard if held else runtime.cut(parameter.detach(), param, self._group)
         assert shard is not None
         if compiled is not None:
             if shard is not (local := _torch.local_tensor(compiled)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerofx import _torch, groups, sharding
+from zerofx import _torch, groups, runtime, sharding
 from zerofx.errors import RankMismatchError, ShardingError
 
 
@@ -65,7 +65,7 @@ def _gathered(tensors: Mapping[Any, str], writeback: bool) -> Iterator[dict[Any,
         with torch.no_grad():
             groups.broadcast(list(wholes.values()), mesh, group)
             for tensor, whole in wholes.items():
-                _torch.local_tensor(tensor).copy_(sharding.cut(whole, sharding.param_of(tensor, group), group))
+                _torch.local_tensor(tensor).copy_(runtime.cut(whole, sharding.param_of(tensor, group), group))
 
 
 def _check_sharded(tensors: Mapping[Any, str]) -> None:

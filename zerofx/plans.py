@@ -16,7 +16,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zerofx import _torch, formulas, inputs, pictures, planner, shapes, sweeps
+from zerofx import _torch, checks, formulas, inputs, pictures, planner, shapes, sweeps
 from zerofx.config import Config
 from zerofx.errors import ConfigError
 from zerofx.hardware import hardware as named_hardware
@@ -146,10 +146,7 @@ def plan(
         settings["memory_limit_bytes"] = parse_bytes(memory_limit, "memory_limit")
     check_names(settings, [field.name for field in fields(Config)], where="zerofx.plan(...)")
     settings = precision_fields(precision, "zerofx.plan(precision=...)") | settings
-    if config is not None and not isinstance(config, Config):
-        raise ConfigError(
-            f"config is a {type(config).__name__}", where="zerofx.plan(config=...)", why="it is a zerofx.Config", remedy="pass Config(...)"
-        )
+    checks.check_config(config, "zerofx.plan(config=...)")
     settled = replace(config or Config(), **settings, hardware=machine if optimize else None)
     if settled.backend == "hooks":
         raise ConfigError(

@@ -270,10 +270,7 @@ class Runtime(ABC):
         param = self.params[index]
         if isinstance(value, DTensor) or tuple(value.shape) != param.shape:
             return value
-        local = value.detach()
-        if param.dim is not None:
-            local = local.narrow(param.dim, *param.rows(self.group.rank))
-        local = local.to(_torch.local_tensor(self.tensors[index]).device)
+        local = cut(value.detach(), param, self.group).to(_torch.local_tensor(self.tensors[index]).device)
         return self.gradients.dtensor(index, local.contiguous(), None)
 
 
@@ -356,6 +353,11 @@ def no_sync(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         runtime.gradients.synchronize = before
+
+
+def cut(whole: Tensor, param: Param, group: Group) -> Tensor:
+    """Return the rows of a whole parameter that are this rank's shard, as a view."""
+    return whole if param.dim is None else whole.narrow(param.dim, *param.rows(group.rank))
 
 
 def placement_of(param: Param) -> Placement:

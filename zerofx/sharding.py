@@ -21,7 +21,7 @@ from zerofx.groups import Group
 from zerofx.keepfp32 import compute_in_fp32
 from zerofx.module import Binding, bind
 from zerofx.params import Param, block_of, choose_dim
-from zerofx.runtime import Runtime, placement_of
+from zerofx.runtime import Runtime, cut, placement_of
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -161,11 +161,6 @@ def param_of(tensor: Tensor, group: Group) -> Param:
     placement = tensor.placements[0]
     dim = placement.dim if isinstance(placement, Shard) else None
     return Param(0, (), tuple(tensor.shape), tensor.dtype, tensor.dtype, group.size, dim)
-
-
-def cut(whole: Tensor, param: Param, group: Group) -> Tensor:
-    """Return the rows of a whole parameter that are this rank's shard, as a view."""
-    return whole if param.dim is None else whole.narrow(param.dim, *param.rows(group.rank))
 
 
 def dtensor(local: Tensor, param: Param, mesh: DeviceMesh) -> DTensor:

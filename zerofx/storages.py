@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import sharding
+from zerofx import runtime, sharding
 from zerofx.groups import Group
 from zerofx.params import Param, choose_dim
 
@@ -96,7 +96,7 @@ class Storages:
             return
         whole = self._whole(storage)
         held.checksum = checksum(whole)
-        cut = sharding.cut(whole, held.param, self._group)
+        cut = runtime.cut(whole, held.param, self._group)
         if held.shard is None:
             held.shard = cut.clone(memory_format=torch.contiguous_format)
         else:
