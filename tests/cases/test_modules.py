@@ -184,6 +184,27 @@ def buffers_assigned_anew(place: Place) -> list[str]:
     return place.train(Remembers().double(), (values(8, 6),), steps=4, before=forget, with_buffers=True)
 
 
+class Overwrites(nn.Module):
+    """Changes buffers in place: reads one of them before and after, and another through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.full((6,), 2.0, dtype=torch.float64))
+        self.register_buffer("square", torch.full((2, 3), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.tanh(self.linear(x) * (self.mean + 1))
+        self.mean.mul_(0.5)
+        self.square.view(6)[1:].mul_(0.5)
+        return before * (self.linear(x) * self.mean) + self.linear(x) * self.square.t().reshape(6).sin()
+
+
+def buffers_changed_and_read(place: Place) -> list[str]:
+    """The backward computes with what the forward read, not with what the buffer has become."""
+    return place.train(Overwrites().double(), (values(8, 6),), with_buffers=True)
+
+
 def random_numbers(place: Place) -> list[str]:
     """Those of eager torch on each rank; compiling draws none (33)."""
     plain = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5))
@@ -386,6 +407,7 @@ CHECKS: tuple[Check, ...] = (
     delegated_attributes,
     a_row_of_padding,
     buffers_assigned_anew,
+    buffers_changed_and_read,
     random_numbers,
     memory_layouts,
     complex_parameters,
