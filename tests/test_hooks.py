@@ -105,9 +105,11 @@ class Unusual(nn.Module):
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.hides = Hides()
         self.last = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor, fails: bool = False) -> Tensor:
         x = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        x = checkpoint(lambda x: torch.tanh(x * self.scale), x, use_reentrant=self.reentrant)
         x = self.hides(torch.tanh(self.frozen(x))).value
         if fails:
             raise KeyError("in the middle of a forward")

@@ -104,6 +104,12 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return count > 1
 
 
+def is_recomputing() -> bool:
+    """Whether a backward computes a part of its forward again: only activation checkpointing turns gradients on in a backward."""
+    # private since 2.1; nothing public tells whether a backward runs
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call once, when the running backward has ended; torch's own data parallels use it, there is no public way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -96,6 +96,15 @@ class HookedRuntime(Runtime):
         self._active: dict[Call, None] = {}  # between their pre-backward and their post-backward
         self._in_backward = False
 
+    @property
+    def inside(self) -> bool:
+        """Whether modules show whole parameters: in a forward, and where a backward computes parts of one again."""
+        return self._in_forward or (self._in_backward and _torch.is_recomputing())
+
+    @inside.setter
+    def inside(self, value: bool) -> None:
+        self._in_forward = value
+
     def schedule(self) -> Schedule | None:
         return self._log.schedule()
 
@@ -118,15 +127,7 @@ class HookedRuntime(Runtime):
 
     def submodule(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of a submodule between its hooks; outside of the model's forward and backward, run it plainly."""
-        if self.inside:
-            return self._call(plain, module, args, kwargs)
-        if not self._in_backward:
-            return plain(module, *args, **kwargs)
-        self.inside = True  # activation checkpointing computes a submodule again
-        try:
-            return self._call(plain, module, args, kwargs)
-        finally:
-            self.inside = False
+        return self._call(plain, module, args, kwargs) if self.inside else plain(module, *args, **kwargs)
 
     def _call(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, self._pass)
