@@ -99,11 +99,7 @@ class HookedRuntime(Runtime):
     @property
     def inside(self) -> bool:
         """Whether modules show whole parameters: in a forward, and where a backward computes parts of one again."""
-        return self._in_forward or (self._in_backward and _torch.is_recomputing())
-
-    @inside.setter
-    def inside(self, value: bool) -> None:
-        self._in_forward = value
+        return self.in_forward or (self._in_backward and _torch.is_recomputing())
 
     def schedule(self) -> Schedule | None:
         return self._log.schedule()

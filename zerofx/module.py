@@ -106,7 +106,7 @@ def _method(plain: types.FunctionType, entry: str | None) -> Any:
     @functools.wraps(plain)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         # a function that Dynamo traces through, where the forward calls it
-        return plain(self, *args, **kwargs) if self._zerofx.runtime.inside else called(self, *args, **kwargs)
+        return plain(self, *args, **kwargs) if self._zerofx.runtime.in_forward else called(self, *args, **kwargs)
 
     return run
 

@@ -53,7 +53,7 @@ class Runtime(ABC):
         self.tensors, self._modules = tensors, modules
         self._members: list[dict[str, int]] = []
         self.saving: Future[None] | None = None
-        self.inside = False
+        self.in_forward = False
         self._reads: list[tuple[int, Tensor, int]] = []
         self.geometry = [
             (param.index, list(param.shape), -1 if param.dim is None else param.dim, param.compute_dtype, group.size, group.name)
@@ -83,6 +83,11 @@ class Runtime(ABC):
         return copied
 
     @property
+    def inside(self) -> bool:
+        """Whether modules show whole parameters: in a forward, and where a backward computes parts of one again, uncompiled."""
+        return self.in_forward or (not torch.compiler.is_compiling() and _torch.is_recomputing())
+
+    @property
     def root(self) -> nn.Module:
         """The model."""
         return self._modules[0][1]
@@ -91,7 +96,7 @@ class Runtime(ABC):
 
     def forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of the root module, or another of its methods. Called inside another such call, run it plainly."""
-        if self.inside:
+        if self.in_forward:
             return plain(module, *args, **kwargs)
         self.vacancies.check()
         if _torch.local_tensor(self.tensors[0]).device != self.device:
@@ -110,7 +115,7 @@ class Runtime(ABC):
         self.gradients.forget()
         self.shards = self._enter()
         self._refresh()
-        self.inside = True
+        self.in_forward = True
         try:
             if self.config.param_dtype is not None and self.config.cast_forward_inputs:
                 args, kwargs = _cast((args, kwargs), self.config.param_dtype)
@@ -127,8 +132,7 @@ class Runtime(ABC):
                 ) from error
             raise
         finally:
-            self.inside = False
-            self.shards = []
+            self.in_forward = False
             self._reads = []
             self.agreement.guard(self.wholes.arrivals.finish)
 
@@ -193,7 +197,7 @@ class Runtime(ABC):
 
     def noted(self, index: int, value: Tensor) -> Tensor:
         """Remember a whole parameter that the forward was given, to notice a write into it."""
-        if not value.is_inference():
+        if self.in_forward and not value.is_inference():
             self._reads.append((index, value, value._version))
         return value
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.cases.places import FEW, TOLERANCE, Check, Place, adamw, error_of, mean_square, values, wrong
@@ -402,6 +403,32 @@ def dropout(place: Place) -> list[str]:
     return named_differences("gradient of", whole_gradients(model), expected, TOLERANCE)
 
 
+class Recomputes(nn.Module):
+    """Checkpoints a function that reads its own parameter and calls its submodules, in a frame without a graph."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.last, self.scale = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.reentrant = reentrant
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale + torch.tanh(self.linear(x))
+
+    @torch.compiler.disable
+    def middle(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(lambda x: self.scaled(x) + x, x, use_reentrant=self.reentrant)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.last(x)))
+
+
+def checkpoints_of_functions(place: Place) -> list[str]:
+    """A backward that computes a function again, without a graph, reads whole parameters."""
+    inputs = (values(8, 6),)
+    return [found for reentrant in (False, True) for found in place.train(Recomputes(reentrant=reentrant).double(), inputs, steps=2)]
+
+
 CHECKS: tuple[Check, ...] = (
     an_early_exit_between_steps,
     delegated_attributes,
@@ -414,6 +441,7 @@ CHECKS: tuple[Check, ...] = (
     norms_only,
 )
 SLOW: tuple[Check, ...] = (
+    checkpoints_of_functions,
     recurrent_layers,
     attention,
     growing_sequences,
