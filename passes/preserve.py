@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerofx.keeping import is_backward
+from zerofx.origins import is_backward
 from zerofx.program import Level, Phase, Program, aliases, arguments, is_view
 
 

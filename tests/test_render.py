@@ -14,9 +14,9 @@ from tests.programs import TiedStack, compilation, compiled, fake_ranks, stack
 from zerofx.config import Config
 from zerofx.events import Event, fold
 from zerofx.hardware import hardware
+from zerofx.origins import module_of
 from zerofx.program import Program
 from zerofx.regions import is_boundary, is_collective
-from zerofx.render import module_of
 
 GOLDEN = Path(__file__).parent / "golden"
 

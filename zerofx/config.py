@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,7 @@ class Config:
     prefetch_buckets: int = 1
     reduces_in_flight: int = 2
     keep_whole_bytes: int = 0
+    recompute: str | float | tuple[str, ...] | Callable[..., Any] | None = None
     whole_graph: bool = False
     hardware: Hardware | str | None = None
     hooks: HookLimits = HookLimits()

@@ -15,7 +15,7 @@ class Event:
     """One event: what happens, to which bucket or module, the bytes it moves or ends, and what is alive after it."""
 
     phase: str
-    kind: str  # launch, wait, release, compute
+    kind: str  # launch, wait, release, compute, recompute
     what: str  # gather 3, reduce 0, or empty
     label: str  # modules
     moved_bytes: int

@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from zerofx import memory, ops, placement, wire
 from zerofx.cost import compute_s
 from zerofx.errors import MemoryLimitError
 from zerofx.machine import Hardware
+from zerofx.origins import is_backward
 from zerofx.params import block_of
 from zerofx.placement import Gather, Problem, Reduction
 from zerofx.program import Program, aliases
@@ -126,8 +125,3 @@ def _backward(program: Program, hardware: Hardware) -> tuple[list[_Block], list[
             )
         )
     return blocks, seconds
-
-
-def is_backward(node: Node) -> bool:
-    """Whether a node of a joint graph belongs to the backward."""
-    return node.meta.get("partitioner_tag") == "is_backward" or "fwd_nn_module_stack" in node.meta

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from zerofx.origins import module_of
 from zerofx.program import Program, arguments, output_of
-from zerofx.render import module_of
 from zerofx.steps import Step
 
 Root = tuple[Node, int]

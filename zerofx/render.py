@@ -5,22 +5,24 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch.fx import Node
 
 from zerofx import memory, pictures
 from zerofx.config import Config
+from zerofx.cost import compute_s
 from zerofx.errors import ConfigError
 from zerofx.events import Event, fold
 from zerofx.groups import Group
+from zerofx.machine import Hardware
+from zerofx.origins import module_of
 from zerofx.params import Param, block_of
-from zerofx.program import Mark, Program, is_view
+from zerofx.program import Mark, Phase, Program, is_view
 from zerofx.simulate import Timeline
+from zerofx.work import flops
 
 _COLLECTIVES = {"gather": "all_gather", "reduce": "reduce_scatter", "refresh": "all_gather"}
 _MIB = 2**20
@@ -177,7 +179,8 @@ class Schedule:
 
 
 def _line(event: Event) -> str:
-    subject = f"{event.kind:<8} {event.what:<10} {event.label}"
+    head = f"{event.kind:<8} {event.what}"
+    subject = f"{head:<19} {event.label}"
     moved = _mib(event.moved_bytes) if event.moved_bytes else ""
     return f"  {subject:<48}{moved:>9}  {_mib(event.whole_bytes):>9}  {event.why:<24}  {' '.join(event.in_flight)}".rstrip()
 
@@ -194,10 +197,13 @@ def _events(program: Program) -> Iterator[Event]:
         program.params[mark.params[0]].whole_bytes for node, mark in program.marked("gather") if node.op == "placeholder"
     )
     in_flight: list[str] = []
+    again: dict[str, list[Node]] = {}  # computed a second time, by block
     compute: dict[str, None] = {}
     released: list[Node] = []
 
     def flush() -> Iterator[Event]:
+        for block, nodes in again.items():
+            yield Event(phase, "recompute", "", block, 0, tuple(in_flight), whole, why=_cost(nodes, program.config.machine))
         if compute:
             yield Event(phase, "compute", "", joined(compute), 0, tuple(in_flight), whole)
         if released:
@@ -209,14 +215,18 @@ def _events(program: Program) -> Iterator[Event]:
         mark = node.meta.get("zerofx")
         if mark is None or mark.kind not in _KINDS:
             if node.op == "call_function" and not _is_item(node) and not is_view(node):
-                compute[block_of(f"{module_of(node)}.x") or "(model)"] = None
+                block = block_of(f"{module_of(node)}.x") or "(model)"
+                if mark is not None and mark.kind == "recompute" and program.phase is Phase.BACKWARD:
+                    again.setdefault(block, []).append(node)
+                else:
+                    compute[block] = None
             continue
         if mark.kind == "release":
             released.append(node)
             continue
         yield from flush()
         whole = alive[released[-1]] if released else whole
-        compute, released = {}, []
+        again, compute, released = {}, {}, []
         what = f"{mark.kind.partition('_')[0]} {mark.bucket}"
         starts = mark.kind.endswith("_start")
         if starts:
@@ -230,6 +240,17 @@ def _events(program: Program) -> Iterator[Event]:
 
 
 _KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "refresh_wait")
+
+
+def _cost(nodes: Sequence[Node], hardware: Hardware | None) -> str:
+    """Say what computing some nodes again costs: floating-point operations, and seconds where the hardware is known."""
+    count = float(sum(flops(node) for node in nodes))
+    unit = next((unit for unit, size in _UNITS.items() if count >= size), "FLOP")
+    seconds = "" if hardware is None else f", {1e3 * compute_s(nodes, hardware):.3g} ms"
+    return f"{count / _UNITS.get(unit, 1):.3g} {unit}{seconds}"
+
+
+_UNITS = {"TFLOP": 1e12, "GFLOP": 1e9, "MFLOP": 1e6, "kFLOP": 1e3}
 
 
 def _is_item(node: Node) -> bool:
@@ -266,11 +287,3 @@ def _adjoins(run: list[str], name: str) -> bool:
         return False
     step = int(number) - int(last)
     return abs(step) == 1 and (len(run) == 1 or step == int(last) - int(run[-2].rpartition(".")[2]))
-
-
-def module_of(node: Node) -> str:
-    """Return the qualified name of the submodule that a node computes, forward or backward; empty for the root."""
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next(reversed(stack.values()))[0] if stack else ""
-    # Dynamo names the root as an argument of the forward, or of a function that wraps it
-    return re.sub(r"^L\['\w+'\](\[\d+\])?", "", path).replace("._modules", "").replace("['", ".").replace("']", "").strip(".")

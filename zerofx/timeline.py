@@ -14,9 +14,9 @@ from zerofx import ops, wire
 from zerofx.cost import kernel_s
 from zerofx.groups import Group
 from zerofx.machine import Hardware
+from zerofx.origins import module_of
 from zerofx.params import Param, block_of
 from zerofx.program import Mark, Program, arguments
-from zerofx.render import module_of
 from zerofx.simulate import Kind, Task
 from zerofx.slots import transfer_of
 from zerofx.steps import Step

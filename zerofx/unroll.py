@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from zerofx import _torch, ops
-from zerofx.keeping import is_backward
+from zerofx.origins import is_backward
 from zerofx.params import Param
 from zerofx.periods import Copy, Irregular, Item, Line, lengthened
 from zerofx.program import Program, arguments, output_of, results_of

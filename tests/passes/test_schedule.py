@@ -76,7 +76,7 @@ def test_what_stays_never_makes_a_limit_too_small() -> None:
     smallest = caught.value.smallest_bytes
     model = compiled(UsedFirstAndLast(), x, stage=3, memory_limit_bytes=smallest)
     assert zerofx.schedule(model).peak_total_bytes <= smallest
-    kept = next(record.plan.keep for record in compilation(model).records if record.name == "Recompute")
+    kept = next(record.plan.keep for record in compilation(model).records if record.name == "Regather")
     assert kept == ()
 
 

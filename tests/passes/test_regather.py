@@ -18,7 +18,7 @@ def _crossing(found: Compilation) -> list[Node]:
 
 
 def _kept(found: Compilation) -> set[int]:
-    return next(record.plan.keep for record in found.records if record.name == "Recompute")
+    return next(record.plan.keep for record in found.records if record.name == "Regather")
 
 
 def test_only_what_the_plan_keeps_crosses_whole() -> None:

@@ -1,0 +1,109 @@
+"""Which activations a backward computes again instead of keeping them, by ``Config.recompute``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.flop_counter import flop_registry
+
+from zerofx.origins import Call, calls_of, is_backward
+from zerofx.params import block_of
+from zerofx.program import is_view
+
+Policy = Callable[..., CheckpointPolicy | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a forward that is computed again as one: a call of a submodule, what is computed again of it, and what must be kept.
+
+    What is kept is read outside of the region, or was chosen to be.
+    """
+
+    call: Call
+    again: tuple[Node, ...]
+    kept: tuple[Node, ...]
+
+
+def is_block(module: str) -> bool:
+    """Whether a qualified name is that of a repeated block: an item of a list of modules, such as ``transformer.h.3``."""
+    return module.rpartition(".")[2].isdigit() and block_of(f"{module}.x") == module
+
+
+def matches(module: str, patterns: Sequence[str]) -> bool:
+    """Whether one of some patterns of qualified names fits a module within the model."""
+    return bool(module) and any(fnmatchcase(module, pattern) for pattern in patterns)
+
+
+def regions(nodes: Sequence[Node], recompute: Any) -> list[Region]:
+    """Return the regions of a joint graph that ``Config.recompute`` names, in order of first use; none for None."""
+    if recompute is None:
+        return []
+    policy = cheap if recompute == "selective" else recompute if callable(recompute) else None
+    members: dict[Call, list[Node]] = {}
+    for node in nodes:
+        if node.op == "call_function" and not is_backward(node) and not _writes(node):
+            call = _part(node) if policy is not None else _named(node, recompute)
+            if call is not None:
+                members.setdefault(call, []).append(node)
+    return [_region(call, inside, policy) for call, inside in members.items()]
+
+
+def cheap(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep matrix products, convolutions and attention, what torch's ``flop_registry`` counts, and compute all else again.
+
+    A policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes.
+    """
+    counted = getattr(op, "overloadpacket", op) in flop_registry or op in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if counted else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# attention on a CPU, which torch's registry lacks
+_ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
+
+
+def _part(node: Node) -> Call:
+    """Return the part of the model that a node belongs to: its block, else its outermost submodule, else the root."""
+    calls = [call for call in calls_of(node) if call.module]
+    return next((call for call in calls if is_block(call.module)), calls[0] if calls else Call(""))
+
+
+def _named(node: Node, recompute: Any) -> Call | None:
+    for call in calls_of(node):
+        if is_block(call.module) if recompute == "blocks" else matches(call.module, recompute):
+            return call
+    return None
+
+
+def _region(call: Call, members: Sequence[Node], policy: Policy | None) -> Region:
+    inside = set(members)
+    kept: dict[Node, None] = {}
+    if policy is not None:
+        kept.update(dict.fromkeys(node for node in members if not is_view(node) and _is_kept(node, policy)))
+    for node in members:
+        if any(user not in inside and not is_backward(user) for user in node.users):
+            kept[_source(node, inside)] = None
+    return Region(call, tuple(node for node in members if _source(node, inside) not in kept), tuple(kept))
+
+
+def _is_kept(node: Node, policy: Policy) -> bool:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    found = policy(SelectiveCheckpointContext(is_recompute=False), node.target, *args, **kwargs)
+    return found in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def _source(node: Node, inside: set[Node]) -> Node:
+    """Return what a view, or an item of a tuple, is one of: torch's partitioner keeps that, or nothing."""
+    while is_view(node) and node.all_input_nodes[0] in inside:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
