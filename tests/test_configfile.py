@@ -1,6 +1,7 @@
 """Settings as TOML and JSON: an exact round trip, and words for what cannot be read."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,16 @@ BAD: dict[str, tuple[str, str]] = {
     "hooks=3": ("hooks = 3", "HookLimits"),
     "not a number of bytes": ('memory_limit_bytes = "lots"', "GiB"),
     "passes=3 cannot be in a file": ("passes = 3", "zerofx.compile"),
-    "stage='3'": ('stage = "3"', "0, 1, 2 or 3"),
+    "stage='3'": ('stage = "3"', "whole number"),
+    "stage=4": ("stage = 4", "settings.toml: zerofx.Config(stage=...)"),
+    "hooks.max_live_elements=True": ("[hooks]\nmax_live_elements = true", "settings.toml: hooks.max_live_elements"),
+    "prefetch_elements=-1": ("[hooks]\nprefetch_elements = -1", "settings.toml: hooks: zerofx.HookLimits(prefetch_elements=...)"),
+    "hardware='h101'": ('hardware = "h101"', "did you mean 'h100'"),
+    "hardware.intra_node.rates=[[1]]": ("[hardware.intra_node]\nrates = [[1]]", "settings.toml: hardware.intra_node.rates"),
+    "reduce_dtype='int8' is no floating dtype": ('reduce_dtype = "int8"', "bfloat16"),
     "'latency'": ("[hardware.intra_node]\nlatency = 1", "'latency_s'"),
     "Hardware cannot be made": ('[hardware]\nname = "mine"', "flops_per_s"),
-    "cast_forward_inputs": ('cast_forward_inputs = "yes"', "bool"),
+    "cast_forward_inputs": ('cast_forward_inputs = "yes"', "true or false"),
     "is no file of settings": ("stage = = 3", "to_toml"),
 }
 
@@ -137,3 +144,51 @@ def test_only_floating_dtypes_are_taken(field: str) -> None:
 def test_methods_are_a_tuple_of_names() -> None:
     with pytest.raises(ConfigError, match="no tuple of names"):
         Config(methods="encode")  # type: ignore[arg-type]
+
+
+def test_a_file_as_other_programs_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    # a byte order mark, and whole numbers as floats
+    path.write_text('\ufeff{"stage": 2.0, "bucket_max_bytes": 1e6, "hooks": {"prefetch_elements": 5e7}}', encoding="utf-8")
+    found = Config.from_file(path)
+    assert found == Config(stage=2, bucket_max_bytes=10**6, hooks=HookLimits(prefetch_elements=50_000_000))
+    assert isinstance(found.bucket_max_bytes, int)
+    path.write_text('{"stage": 2, "stage": 3}')
+    with pytest.raises(ConfigError, match="'stage' is there twice"):
+        Config.from_file(path)
+
+
+@pytest.mark.parametrize("machine", ["h101", "", 3, [], HookLimits()])
+def test_a_machine_is_known_when_a_config_is_built(machine: Any) -> None:
+    with pytest.raises(ConfigError, match=r"hardware=.* is not known"):
+        Config(hardware=machine)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "h100", "bf16", "2GiB", "9" * 400]) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+links_as_read = st.fixed_dictionaries({}, optional={field.name: plain for field in dataclasses.fields(Link)})
+machines_as_read = st.fixed_dictionaries(
+    {}, optional={field.name: plain | links_as_read if field.name.endswith("_node") else plain for field in dataclasses.fields(Hardware)}
+)
+hooks_as_read = st.fixed_dictionaries({}, optional={field.name: plain for field in dataclasses.fields(HookLimits)})
+tables: dict[str, st.SearchStrategy[Any]] = {"hooks": hooks_as_read, "hardware": machines_as_read}
+
+
+@settings(max_examples=100)
+@given(
+    st.fixed_dictionaries({}, optional={field.name: plain | tables.get(field.name, plain) for field in dataclasses.fields(Config)}),
+)
+def test_any_file_is_settings_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, table: dict[str, Any]) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps(table))
+    refused: ConfigError | None = None
+    try:
+        assert isinstance(Config.from_file(path), Config)
+    except ConfigError as error:
+        refused = error
+    if refused is not None:
+        assert str(path) in refused.where
+        assert all(part.strip() for part in (refused.what, refused.why, refused.remedy))

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 import zerofx
 from zerofx.__main__ import main
 from zerofx.batch import Batch
 from zerofx.config import Config, HookLimits
-from zerofx.deepspeed_keys import ALIASES, MAPPED, REFUSED, UNUSED
+from zerofx.deepspeed_keys import ALIASES, MAPPED, REFUSED, TYPES, UNUSED
 from zerofx.lossscale import LossScale
 
 DEEPSPEED = {
@@ -260,6 +263,12 @@ def test_sizes_of_a_batch_that_do_not_fit(sizes: tuple[Any, ...], world: int) ->
         ({"train_batch_size": 0}, ("train_batch_size=0",)),
         ({"zero_optimization": {"stage": 4}}, ("stage=4",)),
         ({"communication_data_type": "fp8"}, ("communication_data_type", "fp16")),
+        ({"communication_data_type": "int8"}, ("communication_data_type='int8'", "floating")),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, ("fp16.initial_scale_power=2000", "below 128")),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0.5}}, ("fp16.loss_scale_window=0.5", "whole number of at least 1")),
+        ({"bf16": {"enabled": "no"}}, ("bf16.enabled='no'", "true or false")),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "3e-4"}}}, ("optimizer.params.lr='3e-4'", "a number")),
+        ({"optimizer": {"type": ["Adam"]}}, ("optimizer.type=['Adam']", "text")),
     ],
     ids=str,
 )
@@ -275,3 +284,72 @@ def test_a_setting_that_is_there_twice(tmp_path: Path) -> None:
     path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 0.0}')
     with pytest.raises(zerofx.ConfigError, match="'gradient_clipping' is there twice"):
         Config.from_deepspeed(path)
+
+
+@pytest.mark.parametrize(
+    ("auto", "words"),
+    [
+        ({"bf16": "no"}, "auto['bf16']='no' is not true or false"),
+        ({"bf16.enabled": 2}, "auto['bf16.enabled']=2 is not true or false"),
+        ({"bf16": True, "hidden_size": "wide"}, "auto['hidden_size']='wide' is not a whole number of at least 1"),
+        (["bf16"], "auto=['bf16'] is no mapping"),
+    ],
+    ids=str,
+)
+def test_what_auto_stands_for_has_a_type(tmp_path: Path, auto: Any, words: str) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}))
+    with pytest.raises(zerofx.ConfigError) as caught:
+        Config.from_deepspeed(path, version="0.19.8", auto=auto)
+    assert words in caught.value.what
+    assert isinstance(auto, list) or str(path) in caught.value.where
+
+
+def test_a_file_as_other_programs_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    # a byte order mark, and whole numbers as floats
+    path.write_text('\ufeff{"fp16": {"enabled": true, "loss_scale_window": 1e3}, "train_batch_size": 8.0}', encoding="utf-8")
+    found = Config.from_deepspeed(path, version="0.19.8")
+    assert found.loss_scale == LossScale(growth_interval_steps=1000)
+    assert found.batch.train_size == 8
+    path.write_text('{"zero_optimization": {"stage": 4}}')
+    with pytest.raises(zerofx.ConfigError, match=rf"zero_optimization.stage=4.*\n.*{path}: zero_optimization.stage\n"):
+        Config.from_deepspeed(path)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "true", "bf16", "AdamW", "SGD", "none"]) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["enabled", "device", "lr"]) | st.text(), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+usual = st.sampled_from([0, 1, 2, 8, 1e3, True, False, "auto"])
+begun = st.sampled_from([{}, {"bf16.enabled": True}, {"fp16.enabled": True}, {"optimizer.type": "Adam", "zero_optimization.stage": 3}])
+known = st.sampled_from(list(TYPES)) | st.sampled_from([*MAPPED, *UNUSED, *REFUSED, *ALIASES])
+tables = st.builds(lambda start, more: {**start, **more}, begun, st.dictionaries(known, plain | usual, max_size=4))
+arguments = st.dictionaries(
+    st.sampled_from(["bf16", "fp16", "learning_rate", "warmup_steps", "hidden_size", "adam_beta1", *TYPES]), plain | usual
+)
+
+
+@examples(max_examples=200)
+@given(tables, arguments, st.none() | st.integers(1, 8))
+def test_any_settings_are_translated_or_a_config_error(table: dict[str, Any], auto: dict[str, Any], world_size: int | None) -> None:
+    nested: dict[str, Any] = {}
+    for name, value in table.items():
+        *sections, key = name.split(".")
+        inner = nested
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                return
+        inner[key] = value
+    refused: zerofx.ConfigError | None = None
+    try:
+        found = Config.from_deepspeed(nested, version="0.19.8", world_size=world_size, auto=auto)
+        assert isinstance(found.config, Config)
+        assert str(found.report)
+    except zerofx.ConfigError as error:
+        refused = error
+    assert refused is None or all(part.strip() for part in (refused.what, refused.where, refused.why, refused.remedy))

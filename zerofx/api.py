@@ -77,7 +77,7 @@ def compile(
             backend=backend,
             reduce=reduce,
             methods=tuple(methods),
-            memory_limit_bytes=parse_bytes(memory_limit, "memory_limit"),
+            memory_limit_bytes=parse_bytes(memory_limit, "memory_limit", "zerofx.compile(memory_limit=...)"),
             hardware=hardware,
             passes=tuple(passes),
             keep_fp32=(keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32),

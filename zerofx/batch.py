@@ -26,7 +26,7 @@ class Batch:
 
         Raises ConfigError, with all three and the world size, where they do not fit.
         """
-        train, micro, steps = (_count(name, settings.get(name)) for name in (_TRAIN, _MICRO, _STEPS))
+        train, micro, steps = (settings.get(name) for name in (_TRAIN, _MICRO, _STEPS))
         problem = _mismatch(train, micro, steps, world_size)
         if problem:
             shown = ", ".join(f"{name}={value}" for name, value in ((_TRAIN, train), (_MICRO, micro), (_STEPS, steps)))
@@ -57,11 +57,3 @@ def _mismatch(train: int | None, micro: int | None, steps: int | None, world_siz
     if len(given) == 3 and product != train:
         return f"{names} is {' x '.join(str(value) for _, value in given)} = {product}, not {train}"
     return f"{train} is no multiple of {names} = {product}" if train % product else ""
-
-
-def _count(name: str, value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
-    raise ConfigError(
-        f"{name}={value!r} is no whole number of at least 1", where=name, why="it counts samples, or backwards", remedy="pass an int"
-    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zerofx import configfile, migration
 from zerofx.batch import Batch
 from zerofx.errors import ConfigError
+from zerofx.fieldtypes import read_from
 from zerofx.lossscale import LossScale
 from zerofx.migration import Component, Report
 
@@ -22,10 +23,14 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads s
 BACKENDS = ("inductor", "aot_eager", "hooks")
 
 
-def _check_count(value: object, where: str) -> None:
+def _check_count(settings: object, field: str) -> None:
+    value = getattr(settings, field)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigError(
-            f"{value!r} is not a whole number of at least 0", where=where, why="it counts bytes, elements or buckets", remedy="pass an int"
+            f"{field}={value!r} is not a whole number of at least 0",
+            where=f"zerofx.{type(settings).__name__}({field}=...)",
+            why="it counts bytes, elements or buckets",
+            remedy="pass an int",
         )
 
 
@@ -54,7 +59,7 @@ class HookLimits:
 
     def __post_init__(self) -> None:
         for field in self.__slots__:
-            _check_count(getattr(self, field), f"HookLimits({field}=...)")
+            _check_count(self, field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +106,15 @@ class Config:
         What the file leaves out is as in ``Config()``. Raises ConfigError for a file that cannot be read, for a name that is not known,
         with the nearest that is, and for values that cannot be.
         """
-        from zerofx.machine import Hardware, Link
+        import torch
+
+        from zerofx.machine import Hardware
 
         table = configfile.read(path)
         if "passes" in table:
             raise _no_passes(str(path), table["passes"])
-        tables = {"hooks": HookLimits, "hardware": Hardware, "intra_node": Link, "inter_node": Link}
-        return configfile.decoded(cls, table, str(path), tables)
+        with read_from(str(path)):
+            return configfile.decoded(cls, table, {"torch": torch, "Hardware": Hardware})
 
     def to_toml(self) -> str:
         """Return the settings as TOML text, which ``from_file`` reads back. Raises ConfigError for passes, which are code."""
@@ -161,33 +168,37 @@ class Config:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise ConfigError(
                 f"stage={self.stage!r} is not a ZeRO stage",
-                where="zerofx.compile(stage=...)",
+                where="zerofx.Config(stage=...)",
                 why="ZeRO has the stages 0 (replicate), 1 (shard optimizer), 2 (+ gradients), 3 (+ parameters)",
                 remedy="pass stage=0, 1, 2 or 3",
             )
         if self.backend not in BACKENDS:
             raise ConfigError(
                 f"backend={self.backend!r} is not known",
-                where="zerofx.compile(backend=...)",
+                where="zerofx.Config(backend=...)",
                 why=f"the backends are {', '.join(BACKENDS)}",
                 remedy='pass backend="inductor" (fast), "aot_eager" (reference) or "hooks" (eager)',
             )
         if self.reduce not in ("mean", "sum"):
             raise ConfigError(
                 f"reduce={self.reduce!r} is not known",
-                where="zerofx.compile(reduce=...)",
+                where="zerofx.Config(reduce=...)",
                 why="gradients of the ranks are averaged or added up",
                 remedy='pass reduce="mean", or "sum" where the loss is divided by a count over all ranks',
             )
         if self.memory_limit_bytes is not None:
-            _check_count(self.memory_limit_bytes, "zerofx.Config(memory_limit_bytes=...)")
+            _check_count(self, "memory_limit_bytes")
         self._check_types()
+        if self.hardware is not None:
+            from zerofx.presets import check_hardware
+
+            check_hardware(self.hardware, "zerofx.Config(hardware=...)")
         unusable = {"passes": bool(self.passes), "memory_limit": self.memory_limit_bytes is not None, "hardware": self.hardware is not None}
         if self.backend == "hooks" and any(unusable.values()):
             field = next(name for name, given in unusable.items() if given)
             raise ConfigError(
                 f'backend="hooks" takes no {field}',
-                where=f"zerofx.compile({field}=...)",
+                where=f"zerofx.Config({field}=...)",
                 why="there is no graph that passes could rewrite, or that a schedule could be proved on",
                 remedy="bound the eager mode by Config(hooks=HookLimits(...)), or compile",
             )
@@ -200,7 +211,7 @@ class Config:
                 remedy="pass a positive number, such as 60, or None where ranks never differ",
             )
         for field in ("bucket_max_bytes", "bucket_min_bytes", "prefetch_buckets", "reduces_in_flight", "keep_whole_bytes"):
-            _check_count(getattr(self, field), f"zerofx.Config({field}=...)")
+            _check_count(self, field)
 
     def _check_types(self) -> None:
         names_only = isinstance(self.keep_fp32, tuple) and all(isinstance(name, str) for name in self.keep_fp32)

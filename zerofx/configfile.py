@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from zerofx.errors import ConfigError
-from zerofx.names import check_names
+from zerofx.fieldtypes import read_from, typed
+from zerofx.names import check_names, unique
 from zerofx.precision import dtype_of, name_of
 from zerofx.units import parse_bytes
 
@@ -19,13 +21,13 @@ Settings = TypeVar("Settings")
 
 def read(path: str | Path) -> dict[str, Any]:
     """Return the table of a TOML or JSON file, which its suffix tells apart. Raises ConfigError for a file that is neither."""
-    readers: dict[str, Any] = {".toml": tomllib.loads, ".json": json.loads}
+    readers: dict[str, Any] = {".toml": tomllib.loads, ".json": functools.partial(json.loads, object_pairs_hook=unique)}
     reader = readers.get(Path(path).suffix.lower())
     try:
         if reader is None:
             raise ValueError(f"the suffix {Path(path).suffix!r} is neither .toml nor .json")
-        table = reader(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        table = reader(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
+    except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, str(error)) from None
     if not isinstance(table, dict):
         raise _unreadable(path, f"it holds a {type(table).__name__}, not settings by name")
@@ -38,43 +40,37 @@ def _unreadable(path: str | Path, why: str) -> ConfigError:
     )
 
 
-def decoded(kind: type[Settings], table: Any, where: str, tables: Mapping[str, type]) -> Settings:
-    """Build settings from a table: dtypes by name, bytes as ints or text, lists as tuples, and tables by the kinds that ``tables`` names.
+def decoded(kind: type[Settings], table: Mapping[str, Any], types: Mapping[str, Any], path: str = "") -> Settings:
+    """Build settings from a table: dtypes by name, bytes as ints or text, lists as tuples, and settings within as tables.
 
-    Raises ConfigError for a name that is not known, with the nearest, and for values that the settings refuse.
+    ``types`` are those that the module of ``kind`` imports for annotations only; ``path`` leads to the table, with a dot at its end.
+    Raises ConfigError for a name that is not known, with the nearest, for one that is missing, and for values that the settings refuse.
     """
-    if not isinstance(table, Mapping):
-        raise ConfigError(
-            f"{table!r} is no table of settings",
-            where=where,
-            why=f"{kind.__name__} holds settings by name",
-            remedy=f"write it as a table of {', '.join(field.name for field in dataclasses.fields(kind))}",  # type: ignore[arg-type]
-        )
-    check_names(table, [field.name for field in dataclasses.fields(kind)], where=where)  # type: ignore[arg-type]
-    values = {name: _value(name, value, where, tables) for name, value in table.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:  # a value of another type, or one that is missing
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    check_names(table, [field.name for field in fields], where=path.rstrip("."))
+    kinds = get_type_hints(kind, localns=dict(types))
+    values = {name: _value(name, value, kinds[name], types, path) for name, value in table.items()}
+    missing = [field.name for field in fields if field.name not in table and field.default is dataclasses.MISSING]
+    if missing:
         raise ConfigError(
             f"{kind.__name__} cannot be made of these settings",
-            where=where,
-            why=str(error).replace("__init__() ", ""),
-            remedy="mend the value, or give the one that is missing",
-        ) from error
+            where=path.rstrip("."),
+            why=f"{', '.join(missing)} are missing, and have no default",
+            remedy="give them",
+        )
+    with read_from(path.rstrip(".")):
+        return kind(**values)
 
 
-def _value(name: str, value: Any, where: str, tables: Mapping[str, type]) -> Any:
-    if name in tables and isinstance(value, Mapping):
-        return decoded(tables[name], value, f"{where}, table {name}", tables)
+def _value(name: str, value: Any, kind: Any, types: Mapping[str, Any], path: str) -> Any:
+    within = next((part for part in (kind, *get_args(kind)) if dataclasses.is_dataclass(part)), None)
+    if within is not None and isinstance(value, Mapping):
+        return decoded(within, value, types, f"{path}{name}.")  # type: ignore[arg-type]
     if name.endswith("_dtype"):
-        return dtype_of(value, name)
+        return dtype_of(value, f"{path}{name}")
     if name.endswith("_bytes") and isinstance(value, str):
-        return parse_bytes(value, name)
-    return _tuples(value)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+        return parse_bytes(value, f"{path}{name}")
+    return typed(value, kind, f"{path}{name}")
 
 
 def encoded(settings: Any) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerofx.deepspeed_keys import ALIASES, MAPPED, REFUSED, UNUSED
+from zerofx.deepspeed_keys import ALIASES, MAPPED, REFUSED, TYPES, UNUSED
 from zerofx.errors import ConfigError
-from zerofx.names import nearest
+from zerofx.fieldtypes import read_from, typed
+from zerofx.names import nearest, unique
 
 KNOWN = (*MAPPED, *UNUSED, *REFUSED)
 # Settings that hold others; all but the params of what is built by name hold a fixed set.
@@ -24,14 +25,14 @@ _FLAGS = {"true": True, "false": False}
 def read(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Return settings of DeepSpeed, or of a JSON file of them, by dotted name: ``{"zero_optimization.stage": 2}``.
 
-    What is null is left out, as if it were not there. Raises ConfigError on a file, or on types, that cannot be read, and on a name
-    that is not known, with the nearest that is.
+    What is null is left out, as if it were not there, and an ``"auto"`` is passed on. Raises ConfigError on a file, or on types, that
+    cannot be read, and on a name that is not known, with the nearest that is.
     """
-    where = "the settings of DeepSpeed"
+    where = source_of(settings)
     if isinstance(settings, (str, Path)):
-        where = str(settings)
         try:
-            settings = json.loads(Path(settings).read_text(encoding="utf-8"), object_pairs_hook=_unique)
+            # some editors begin a file with a byte order mark
+            settings = json.loads(Path(settings).read_text(encoding="utf-8-sig"), object_pairs_hook=unique)
         except (OSError, ValueError, RecursionError) as error:
             raise _unreadable(f"{where!r} is not a JSON file", where, str(error)) from None
     if not isinstance(settings, Mapping):
@@ -41,7 +42,13 @@ def read(settings: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         if name in found:
             raise _unreadable(f"{name} is set twice", where, "DeepSpeed takes it by two names, and both are given")
         found[name] = _FLAGS.get(value.lower(), value) if isinstance(value, str) else value
-    return found
+    with read_from(where):
+        return {name: value if value == "auto" else typed(value, TYPES.get(name, Any), name) for name, value in found.items()}
+
+
+def source_of(settings: Any) -> str:
+    """Return how to name what settings are from: their file, where there is one."""
+    return str(settings) if isinstance(settings, (str, Path)) else "the settings of DeepSpeed"
 
 
 def _leaves(path: str, settings: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
@@ -64,14 +71,6 @@ def _leaves(path: str, settings: Mapping[str, Any], where: str) -> Iterator[tupl
             yield from _leaves(f"{name}.", value, where)
         else:
             raise _unreadable(f"{name}={value!r} is no mapping of settings", where, f"{name} holds settings by name")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
 
 
 def _unreadable(what: str, where: str, why: str) -> ConfigError:

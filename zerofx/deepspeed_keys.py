@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from zerofx.fieldtypes import Amount, Bound, Count, Natural, Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,35 +31,57 @@ _MEASURING = "DeepSpeed's own measuring and printing; torch's profiler shows wha
 _OTHER_PARALLELISM = "only data parallelism is sharded here"
 _LEAVE_OUT = "leave it out"
 
-# Where a setting goes: a field of Config, or of what from_deepspeed returns.
+# A loss scale is an fp32 number; 0 stands for one that follows overflows.
+_SCALE = Annotated[float, Bound("from 0 to below 2**128", lambda scale: 0 <= scale < 2.0**128)]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Where a setting goes, a field of Config or of what from_deepspeed returns, and the type of its values."""
+
+    place: str
+    type: Any
+
+
 MAPPED = {
-    "zero_optimization.stage": "config.stage",
-    "zero_optimization.overlap_comm": "config.reduces_in_flight",
-    "zero_optimization.reduce_bucket_size": "config.bucket_max_bytes",
-    "zero_optimization.allgather_bucket_size": "config.bucket_max_bytes",
-    "zero_optimization.prefetch_bucket_size": "config.hooks.prefetch_elements",
-    "zero_optimization.max_live_parameters": "config.hooks.max_live_elements",
-    "zero_optimization.max_reuse_distance": "config.hooks.max_reuse_distance_elements",
-    "zero_optimization.param_persistence_threshold": "config.hooks.persistence_threshold_elements",
-    "bf16.enabled": "config.param_dtype",
-    "bf16.check_grad_overflow": "loss_scale",
-    "fp16.enabled": "config.param_dtype",
-    "fp16.auto_cast": "config.cast_forward_inputs",
-    "fp16.loss_scale": "loss_scale",
-    "fp16.initial_scale_power": "loss_scale",
-    "fp16.loss_scale_window": "loss_scale",
-    "fp16.hysteresis": "loss_scale",
-    "fp16.consecutive_hysteresis": "loss_scale",
-    "fp16.min_loss_scale": "loss_scale",
-    "communication_data_type": "config.reduce_dtype",
-    "train_batch_size": "batch",
-    "train_micro_batch_size_per_gpu": "batch",
-    "gradient_accumulation_steps": "batch",
-    "gradient_clipping": "gradient_clipping",
-    "optimizer.type": "optimizer",
-    "optimizer.params": "optimizer",
-    "scheduler.type": "scheduler",
-    "scheduler.params": "scheduler",
+    "zero_optimization.stage": Mapped("config.stage", Literal[0, 1, 2, 3]),
+    "zero_optimization.overlap_comm": Mapped("config.reduces_in_flight", bool),
+    "zero_optimization.reduce_bucket_size": Mapped("config.bucket_max_bytes", Natural),
+    "zero_optimization.allgather_bucket_size": Mapped("config.bucket_max_bytes", Natural),
+    "zero_optimization.prefetch_bucket_size": Mapped("config.hooks.prefetch_elements", Natural),
+    "zero_optimization.max_live_parameters": Mapped("config.hooks.max_live_elements", Natural),
+    "zero_optimization.max_reuse_distance": Mapped("config.hooks.max_reuse_distance_elements", Natural),
+    "zero_optimization.param_persistence_threshold": Mapped("config.hooks.persistence_threshold_elements", Natural),
+    "bf16.enabled": Mapped("config.param_dtype", bool),
+    "bf16.check_grad_overflow": Mapped("loss_scale", bool),
+    "fp16.enabled": Mapped("config.param_dtype", bool),
+    "fp16.auto_cast": Mapped("config.cast_forward_inputs", bool),
+    "fp16.loss_scale": Mapped("loss_scale", _SCALE),
+    "fp16.initial_scale_power": Mapped("loss_scale", Annotated[float, Bound("from 0 to below 128", lambda power: 0 <= power < 128)]),
+    "fp16.loss_scale_window": Mapped("loss_scale", Count),
+    "fp16.hysteresis": Mapped("loss_scale", Count),
+    "fp16.consecutive_hysteresis": Mapped("loss_scale", bool),
+    "fp16.min_loss_scale": Mapped("loss_scale", Positive),
+    "communication_data_type": Mapped("config.reduce_dtype", str),
+    "train_batch_size": Mapped("batch", Count),
+    "train_micro_batch_size_per_gpu": Mapped("batch", Count),
+    "gradient_accumulation_steps": Mapped("batch", Count),
+    "gradient_clipping": Mapped("gradient_clipping", Amount),
+    "optimizer.type": Mapped("optimizer", str),
+    "optimizer.params": Mapped("optimizer", Any),
+    "scheduler.type": Mapped("scheduler", str),
+    "scheduler.params": Mapped("scheduler", Any),
+}
+
+# What is passed on to an optimizer has any type, but for these.
+TYPES: Mapping[str, Any] = {
+    **{name: setting.type for name, setting in MAPPED.items()},
+    "optimizer.params.lr": Amount,
+    "optimizer.params.eps": Amount,
+    "optimizer.params.weight_decay": Amount,
+    "optimizer.params.torch_adam": bool,
+    "optimizer.params.adam_w_mode": bool,
+    "optimizer.params.bias_correction": bool,
 }
 
 # Names that DeepSpeed also takes, by the one that is read.

@@ -32,8 +32,6 @@ def kept_modules(model: nn.Module, settings: Config) -> tuple[nn.Module, ...]:
     Raises ConfigError for a name that matches nothing, or the model itself; ShardingError where such a module shares a parameter with
     one that computes in half precision.
     """
-    if settings.param_dtype in (None, torch.float32):
-        return ()
     named = dict(model.named_modules())
     for pattern in settings.keep_fp32:
         found = [name for name, module in named.items() if _matches(pattern, name, module)]
@@ -45,6 +43,8 @@ def kept_modules(model: nn.Module, settings: Config) -> tuple[nn.Module, ...]:
                 why=f"it names a module within the model, by its class ({', '.join(classes)}) or a pattern of its qualified name",
                 remedy='pass precision="fp32"' if found else nearest(pattern, [*classes, *named]) or "pass one of them",
             )
+    if settings.param_dtype in (None, torch.float32):
+        return ()
     kept: list[nn.Module] = []
     within: set[nn.Module] = set()
     for name, module in named.items():

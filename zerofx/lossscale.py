@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from zerofx.errors import ConfigError
+
+_POSITIVE = "above 0 and below 2**128, as scales are fp32 numbers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class LossScale:
     def __post_init__(self) -> None:
         for field in ("initial_scale", "min_scale"):
             value = getattr(self, field)
-            _check(isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf, field, value, "above 0")
+            _check(isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2.0**128, field, value, _POSITIVE)
         for field in ("growth_interval_steps", "hysteresis"):
             value = getattr(self, field)
             _check(isinstance(value, int) and not isinstance(value, bool) and value >= 1, field, value, "a whole number of at least 1")

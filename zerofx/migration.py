@@ -13,32 +13,53 @@ from tabulate import tabulate
 
 from zerofx import deepspeed
 from zerofx.batch import Batch
-from zerofx.deepspeed_keys import MAPPED, REFUSED, UNUSED
+from zerofx.deepspeed_keys import MAPPED, REFUSED, TYPES, UNUSED
 from zerofx.errors import ConfigError
+from zerofx.fieldtypes import Amount, Count, Natural, read_from, typed
 from zerofx.lossscale import LossScale
 from zerofx.names import nearest
 from zerofx.precision import dtype_of
 
 Given = Mapping[str, Any]
 
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 # What transformers' Trainer puts in the place of an "auto": from which of its arguments, and how.
 _AUTO: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
-    "train_micro_batch_size_per_gpu": (("per_device_train_batch_size",), int),
-    "gradient_accumulation_steps": (("gradient_accumulation_steps",), int),
-    "gradient_clipping": (("max_grad_norm",), float),
-    "bf16.enabled": (("bf16",), bool),
-    "fp16.enabled": (("fp16",), bool),
-    "optimizer.params.lr": (("learning_rate",), float),
+    "train_micro_batch_size_per_gpu": (("per_device_train_batch_size",), _itself),
+    "gradient_accumulation_steps": (("gradient_accumulation_steps",), _itself),
+    "gradient_clipping": (("max_grad_norm",), _itself),
+    "bf16.enabled": (("bf16",), _itself),
+    "fp16.enabled": (("fp16",), _itself),
+    "optimizer.params.lr": (("learning_rate",), _itself),
     "optimizer.params.betas": (("adam_beta1", "adam_beta2"), lambda one, two: [one, two]),
-    "optimizer.params.eps": (("adam_epsilon",), float),
-    "optimizer.params.weight_decay": (("weight_decay",), float),
+    "optimizer.params.eps": (("adam_epsilon",), _itself),
+    "optimizer.params.weight_decay": (("weight_decay",), _itself),
     "scheduler.params.warmup_min_lr": ((), lambda: 0),
-    "scheduler.params.warmup_max_lr": (("learning_rate",), float),
+    "scheduler.params.warmup_max_lr": (("learning_rate",), _itself),
     "scheduler.params.warmup_num_steps": (("warmup_steps",), lambda steps: max(1, steps)),
-    "scheduler.params.total_num_steps": (("num_training_steps",), int),
+    "scheduler.params.total_num_steps": (("num_training_steps",), _itself),
     "zero_optimization.reduce_bucket_size": (("hidden_size",), lambda width: width * width),
     "zero_optimization.prefetch_bucket_size": (("hidden_size",), lambda width: int(0.9 * width * width)),
     "zero_optimization.param_persistence_threshold": (("hidden_size",), lambda width: 10 * width),
+}
+_ARGUMENTS: Mapping[str, Any] = {
+    "per_device_train_batch_size": Count,
+    "gradient_accumulation_steps": Count,
+    "max_grad_norm": Amount,
+    "bf16": bool,
+    "fp16": bool,
+    "learning_rate": Amount,
+    "adam_beta1": Amount,
+    "adam_beta2": Amount,
+    "adam_epsilon": Amount,
+    "weight_decay": Amount,
+    "warmup_steps": Natural,
+    "num_training_steps": Natural,
+    "hidden_size": Count,
 }
 # Defaults that DeepSpeed changed: the first version with the new one, the old, and the new.
 _CHANGED_DEFAULTS = {"gradient_clipping": ((0, 19, 3), 0.0, 1.0), "bf16.check_grad_overflow": ((0, 19, 3), False, True)}
@@ -90,25 +111,37 @@ def translate(settings: Given | str | Path, *, version: str | None, world_size: 
             why="the sizes of a batch are divided by it",
             remedy="pass an int of at least 1",
         )
-    given = deepspeed.read(settings)
+    if not isinstance(auto, Mapping):
+        raise ConfigError(
+            f"auto={auto!r} is no mapping",
+            where="zerofx.Config.from_deepspeed(auto=...)",
+            why="it holds what each auto stands for, by name",
+            remedy="pass a dict, such as vars(training_arguments)",
+        )
+    given, since = deepspeed.read(settings), _version(version)
+    with read_from(deepspeed.source_of(settings)):
+        return _translated(given, since, world_size, auto)
+
+
+def _translated(given: Given, version: tuple[int, ...] | None, world_size: int | None, auto: Given) -> Translation:
     _refuse(given)
     found = _resolved(given, auto)
-    found |= _defaults(found, _version(version))
+    found |= _defaults(found, version)
     precision = deepspeed.precision_of(found)
     report = Report(
-        {name: MAPPED[_entry(name)] for name in given if _entry(name) in MAPPED},
+        {name: MAPPED[_entry(name)].place for name in given if _entry(name) in MAPPED},
         {name: UNUSED.get(name, "it is off") for name in given if _entry(name) not in MAPPED},
     )
     rest = {
         "batch": Batch.of(found, world_size),
-        "gradient_clipping": _number(found, "gradient_clipping") or None,
+        "gradient_clipping": found["gradient_clipping"] or None,
         "loss_scale": _loss_scale(found, precision),
         "optimizer": _optimizer(found),
         "scheduler": _scheduler(found),
         "report": report,
     }
     limits = {name: f"zero_optimization.{key}" for key, name in _HOOK_LIMITS.items()}
-    return Translation(_fields(found, precision), {name: _count(found, key) for name, key in limits.items() if key in found}, rest)
+    return Translation(_fields(found, precision), {name: found[key] for name, key in limits.items() if key in found}, rest)
 
 
 def _entry(name: str) -> str:
@@ -121,7 +154,7 @@ def _refuse(given: Given) -> None:
     if wanted:
         raise ConfigError(
             f"{', '.join(wanted)} cannot be had here",
-            where="zerofx.Config.from_deepspeed",
+            where=", ".join(wanted),
             why="; ".join(f"{name}: {refusal.why}" for name, refusal in wanted.items()),
             remedy="; ".join(f"{name}: {refusal.remedy}" for name, refusal in wanted.items()),
         )
@@ -134,7 +167,7 @@ def _resolved(given: Given, auto: Given) -> dict[str, Any]:
         if value != "auto" or _entry(name) not in MAPPED:
             found[name] = value
         elif name in auto:
-            found[name] = auto[name]
+            found[name] = typed(auto[name], TYPES.get(name, Any), f"auto[{name!r}]")
         elif name != "train_batch_size" and not (_is_limit(name) and given.get("zero_optimization.stage") != 3):
             found[name] = _auto(name, auto)
     return found
@@ -151,11 +184,11 @@ def _auto(name: str, auto: Given) -> Any:
         choices = " or ".join(f"auto={{{names}}}" for names in dict.fromkeys((f"{name!r}: ...", ", ".join(f"{s!r}: ..." for s in sources))))
         raise ConfigError(
             f'{name} is "auto", and nothing says what that stands for',
-            where=f"zerofx.Config.from_deepspeed, {name}",
+            where=name,
             why="transformers' Trainer fills it in from its arguments; here they are passed",
             remedy=f"pass {choices}, or write the value into the settings",
         )
-    return value(*(auto[source] for source in sources))
+    return value(*(typed(auto[source], _ARGUMENTS[source], f"auto[{source!r}]") for source in sources))
 
 
 def _version(version: str | None) -> tuple[int, ...] | None:
@@ -183,7 +216,7 @@ def _defaults(found: Given, version: tuple[int, ...] | None) -> dict[str, Any]:
         warnings.warn(
             f"defaults of DeepSpeed that changed are not in the settings, and the new ones are taken: {changes}. "
             "Pass version= to from_deepspeed, or write them into the settings.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return {name: old if version is not None and version < since else new for name, (since, old, new) in left_out.items()}
 
@@ -198,29 +231,10 @@ def _fields(found: Given, precision: str) -> dict[str, Any]:
     if found.get("zero_optimization.overlap_comm") is False:
         fields["reduces_in_flight"] = 0
     buckets = [f"zero_optimization.{name}_bucket_size" for name in ("reduce", "allgather")]
-    elements = [_count(found, name) for name in buckets if name in found]
+    elements = [found[name] for name in buckets if name in found]
     if elements:
         fields["bucket_max_bytes"] = min(elements) * (4 if compute is None else compute.itemsize)
     return fields
-
-
-def _count(found: Given, name: str) -> int:
-    """Return a count of elements, which JSON often has as 5e8."""
-    value = _number(found, name)
-    if value != int(value):
-        raise _no_number(name, found[name], "a whole number")
-    return int(value)
-
-
-def _number(found: Given, name: str) -> float:
-    value = found[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise _no_number(name, value, "a number of at least 0")
-    return value
-
-
-def _no_number(name: str, value: Any, meaning: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r} is not {meaning}", where=name, why=f"DeepSpeed takes {meaning} there", remedy="mend the number")
 
 
 def _loss_scale(found: Given, precision: str) -> LossScale | None:
@@ -229,9 +243,9 @@ def _loss_scale(found: Given, precision: str) -> LossScale | None:
     if precision == "fp32":
         return None
     if found.get("fp16.loss_scale", 0):
-        return LossScale(initial_scale=_number(found, "fp16.loss_scale"), is_dynamic=False)
+        return LossScale(initial_scale=found["fp16.loss_scale"], is_dynamic=False)
     return LossScale(
-        initial_scale=2.0 ** _number({"fp16.initial_scale_power": 16, **found}, "fp16.initial_scale_power"),
+        initial_scale=2.0 ** found.get("fp16.initial_scale_power", 16),
         growth_interval_steps=found.get("fp16.loss_scale_window", 1000),
         hysteresis=found.get("fp16.hysteresis", 2),
         min_scale=found.get("fp16.min_loss_scale", 1),
@@ -250,27 +264,27 @@ def _optimizer(found: Given) -> Component | None:
         return None
     if "max_grad_norm" in params:
         raise _no_optimizer("optimizer.params.max_grad_norm", "DeepSpeed does not clip by it", "move it to gradient_clipping")
-    if str(kind).lower() in ("adam", "adamw"):
+    if kind.lower() in ("adam", "adamw"):
         is_torch, is_adamw = params.pop("torch_adam", False), params.pop("adam_w_mode", True)
         if not params.pop("bias_correction", True):
             raise _no_optimizer("optimizer.params.bias_correction=false", "torch's Adam corrects the bias", "leave it out")
-        name = "AdamW" if is_adamw or str(kind).lower() == "adamw" else "Adam"
+        name = "AdamW" if is_adamw or kind.lower() == "adamw" else "Adam"
         return Component(name, params if is_torch else {"weight_decay": 0.0, **params})
     known = {name.lower(): name for name in _TORCH_OPTIMIZERS}
-    if str(kind).lower() not in known:
+    if kind.lower() not in known:
         why = "it has no equal in torch.optim"
         raise _no_optimizer(
             f"optimizer.type={kind!r}",
             why,
             nearest(kind, ("Adam", "AdamW", *_TORCH_OPTIMIZERS)) or "leave it out, and build your own optimizer",
         )
-    return Component(known[str(kind).lower()], params)
+    return Component(known[kind.lower()], params)
 
 
 def _no_optimizer(what: str, why: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{what} cannot be had here", where="zerofx.Config.from_deepspeed", why=why, remedy=remedy)
+    return ConfigError(f"{what} cannot be had here", where=what.partition("=")[0], why=why, remedy=remedy)
 
 
 def _scheduler(found: Given) -> Component | None:
     kind = found.get("scheduler.type")
-    return None if kind is None else Component(str(kind), _params(found, "scheduler"))
+    return None if kind is None else Component(kind, _params(found, "scheduler"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 from zerofx.errors import ConfigError
 
@@ -19,6 +20,15 @@ def check_names(names: Iterable[str], known: Iterable[str], *, where: str, what:
                 why=f"the {what}s are {', '.join(listed)}",
                 remedy=nearest(name, listed) or "pass one of them",
             )
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of a JSON file (an ``object_pairs_hook``). Raises ValueError for a name that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

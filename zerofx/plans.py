@@ -143,7 +143,7 @@ def plan(
     inputs.check_mesh(world_size, mesh)
     machine, numbers = named_hardware(hardware), _optimizer_states(optimizer)
     if memory_limit is not None:
-        settings["memory_limit_bytes"] = parse_bytes(memory_limit, "memory_limit")
+        settings["memory_limit_bytes"] = parse_bytes(memory_limit, "memory_limit", "zerofx.plan(memory_limit=...)")
     check_names(settings, [field.name for field in fields(Config)], where="zerofx.plan(...)")
     settings = precision_fields(precision, "zerofx.plan(precision=...)") | settings
     checks.check_config(config, "zerofx.plan(config=...)")

@@ -22,16 +22,16 @@ _PRECISIONS: Mapping[str, tuple[str | None, str | None]] = {
 
 
 def dtype_of(name: Any, field: str) -> torch.dtype | None:
-    """Return a dtype by its name in torch, or in short (``"bf16"``). Raises ConfigError for another name."""
+    """Return a floating dtype by its name in torch, or in short (``"bf16"``). Raises ConfigError for another name."""
     import torch
 
     found = getattr(torch, _SHORT.get(name, name), None) if isinstance(name, str) else name
-    if isinstance(found, torch.dtype) or name is None:
+    if name is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
     usual = [*_SHORT, *_SHORT.values()]
     raise ConfigError(
-        f"{field}={name!r} is no dtype",
-        where=f"zerofx.Config({field}=...)",
+        f"{field}={name!r} is no {'floating ' if isinstance(found, torch.dtype) else ''}dtype",
+        where=field,
         why=f"the usual names are {', '.join(usual)}",
         remedy=nearest(name, usual) or "pass one of them",
     )

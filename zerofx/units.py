@@ -10,17 +10,17 @@ from zerofx.errors import ConfigError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(value: int | str | None, field: str) -> int | None:
+def parse_bytes(value: int | str | None, name: str, where: str = "") -> int | None:
     """Read a number of bytes: an int, or text such as ``"2GiB"``. Raises ConfigError on anything else."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
-        unit = _UNITS.get(match[2].upper())
-        if unit is not None and 0 < float(match[1]) < math.inf:
-            return int(float(match[1]) * unit)
+        size = float(match[1]) * _UNITS.get(match[2].upper(), math.nan)
+        if 1 <= size < math.inf:
+            return int(size)
     raise ConfigError(
-        f"{field}={value!r} is not a number of bytes",
-        where=f"zerofx.compile({field}=...)",
+        f"{name}={value!r} is not a number of bytes",
+        where=where or name,
         why="a limit is a positive integer or text with a unit",
         remedy='pass bytes, or text such as "512MiB" or "2GiB"',
     )

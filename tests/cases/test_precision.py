@@ -246,6 +246,7 @@ def refuse(rank: int, world: int, what: dict[str, Any]) -> list[str]:
 def test_names_that_mean_nothing_are_refused_on_every_rank(ranks: Pool) -> None:
     what = {
         "did you mean 'LayerNorm'": {"precision": "bf16", "keep_fp32": ("LayerNrom",)},
+        "keep_fp32='LayerNomr' matches no module": {"keep_fp32": "LayerNomr"},
         "is the model itself": {"precision": "bf16", "keep_fp32": "Norms"},
         "did you mean 'bf16'": {"precision": "bf61"},
         "bf16, fp16, fp32": {"precision": torch.bfloat16},
