@@ -46,12 +46,12 @@ def train(rank: int, world: int, backend: str) -> tuple[list[tuple[str, float, i
     return scalars, lines.texts, zerofx.schedule(model).peak_total_bytes
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "hooks"])
-def test_each_report_holds_the_figures_of_its_steps(ranks: Pool, backend: str) -> None:
-    for scalars, lines, peak_bytes in ranks.run(train, 2, backend):
+@pytest.mark.parametrize(("backend", "world"), [("aot_eager", 2), ("hooks", 2), ("hooks", 1)])
+def test_each_report_holds_the_figures_of_its_steps(ranks: Pool, backend: str, world: int) -> None:
+    for rank, (scalars, lines, peak_bytes) in enumerate(ranks.run(train, world, backend)):
         names = ["step_s", *(["exposed_s"] if backend == "aot_eager" else []), "whole_peak_bytes", "peak_bytes"]
         assert [(tag, step) for tag, _, step in scalars] == [(f"zerofx/{name}", step) for step in (2, 4) for name in names]
-        assert [text.partition(":")[0] for text in lines] == ["step 2", "step 4"]
+        assert [text.partition(":")[0] for text in lines] == [f"{f'rank {rank}, ' if world > 1 else ''}step {step}" for step in (2, 4)]
         assert all(name in text for name in names for text in lines)
         by_name: dict[str, Any] = {tag: value for tag, value, step in scalars if step == 4}
         assert by_name["zerofx/whole_peak_bytes"] == peak_bytes

@@ -27,10 +27,11 @@ Sink = Callable[[str, float, int], Any]
 class Monitor:
     """Report every so many optimizer steps of a compiled model, until ``close`` or the end of a ``with``.
 
-    Each report is one line of the logger ``zerofx`` (level INFO) and one call of ``sink(tag, value, step)`` for each figure, as
-    TensorBoard's ``add_scalar`` takes them: ``zerofx/step_s`` (seconds from step to step), ``zerofx/exposed_s`` (of these, waiting for
-    communication; where a wait holds up the host, as on CPU), ``zerofx/whole_peak_bytes`` (whole parameters and buffers, as
-    scheduled) and ``zerofx/peak_bytes`` (of the accelerator, else resident). Means are over the steps since the last report.
+    Each report is one line of the logger ``zerofx`` (level INFO, with the rank where there are several) and one call of
+    ``sink(tag, value, step)`` for each figure, as TensorBoard's ``add_scalar`` takes them: ``zerofx/step_s`` (seconds from step to
+    step), ``zerofx/exposed_s`` (of these, waiting for communication; where a wait holds up the host, as on CPU),
+    ``zerofx/whole_peak_bytes`` (whole parameters and buffers, as scheduled) and ``zerofx/peak_bytes`` (of the accelerator, else
+    resident). Means are over the steps since the last report.
     Raises ConfigError for a model that was not compiled, and an ``every`` below 1.
     """
 
@@ -44,6 +45,8 @@ class Monitor:
             )
         self._runtime: Runtime = runtime_of(model)
         self._every, self._sink = every, sink
+        group = self._runtime.group
+        self._of_rank = f"rank {group.rank}, " if group.size > 1 else ""
         self._ours = {id(tensor) for tensor in self._runtime.tensors}
         self._step, self._waited_s = 0, 0.0
         self._start_s = time.perf_counter()
@@ -74,7 +77,7 @@ class Monitor:
         if (schedule := self._runtime.schedule()) is not None:
             figures["whole_peak_bytes"] = schedule.peak_total_bytes
         figures["peak_bytes"] = _peak_bytes(self._runtime)
-        _log.info("step %d: %s", self._step, ", ".join(f"{name} {value:.6g}" for name, value in figures.items()))
+        _log.info("%sstep %d: %s", self._of_rank, self._step, ", ".join(f"{name} {value:.6g}" for name, value in figures.items()))
         if self._sink is not None:
             for name, value in figures.items():
                 self._sink(f"zerofx/{name}", value, self._step)
