@@ -122,10 +122,10 @@ def test_a_file_that_cannot_be_read_says_what_and_how(tmp_path: Path, words: str
     assert all(part.strip() for part in (caught.value.what, caught.value.where, caught.value.why, caught.value.remedy))
 
 
-@pytest.mark.parametrize("name", ["none.toml", "settings.yaml"])
-def test_no_file_and_no_format(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["none.toml", "settings.yaml", None])
+def test_no_file_and_no_format(tmp_path: Path, name: Any) -> None:
     with pytest.raises(zerofx.ConfigError, match="no file of settings"):
-        Config.from_file(tmp_path / name)
+        Config.from_file(name and tmp_path / name)
 
 
 def test_passes_are_not_written() -> None:

@@ -266,6 +266,10 @@ def test_sizes_of_a_batch_that_do_not_fit(sizes: tuple[Any, ...], world: int) ->
         ({"communication_data_type": "int8"}, ("communication_data_type='int8'", "floating")),
         ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, ("fp16.initial_scale_power=2000", "below 128")),
         ({"fp16": {"enabled": True, "loss_scale_window": 0.5}}, ("fp16.loss_scale_window=0.5", "whole number of at least 1")),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 16}},
+            ("=16", "at most initial_scale", "fp16.min_loss_scale"),
+        ),
         ({"bf16": {"enabled": "no"}}, ("bf16.enabled='no'", "true or false")),
         ({"optimizer": {"type": "Adam", "params": {"lr": "3e-4"}}}, ("optimizer.params.lr='3e-4'", "a number")),
         ({"optimizer": {"type": ["Adam"]}}, ("optimizer.type=['Adam']", "text")),

@@ -22,12 +22,12 @@ Settings = TypeVar("Settings")
 def read(path: str | Path) -> dict[str, Any]:
     """Return the table of a TOML or JSON file, which its suffix tells apart. Raises ConfigError for a file that is neither."""
     readers: dict[str, Any] = {".toml": tomllib.loads, ".json": functools.partial(json.loads, object_pairs_hook=unique)}
-    reader = readers.get(Path(path).suffix.lower())
     try:
+        reader = readers.get(Path(path).suffix.lower())
         if reader is None:
             raise ValueError(f"the suffix {Path(path).suffix!r} is neither .toml nor .json")
         table = reader(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte order mark
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise _unreadable(path, str(error)) from None
     if not isinstance(table, dict):
         raise _unreadable(path, f"it holds a {type(table).__name__}, not settings by name")

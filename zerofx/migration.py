@@ -244,13 +244,14 @@ def _loss_scale(found: Given, precision: str) -> LossScale | None:
         return None
     if found.get("fp16.loss_scale", 0):
         return LossScale(initial_scale=found["fp16.loss_scale"], is_dynamic=False)
-    return LossScale(
-        initial_scale=2.0 ** found.get("fp16.initial_scale_power", 16),
-        growth_interval_steps=found.get("fp16.loss_scale_window", 1000),
-        hysteresis=found.get("fp16.hysteresis", 2),
-        min_scale=found.get("fp16.min_loss_scale", 1),
-        is_consecutive=found.get("fp16.consecutive_hysteresis", False),
-    )
+    with read_from("fp16.min_loss_scale, fp16.initial_scale_power"):
+        return LossScale(
+            initial_scale=2.0 ** found.get("fp16.initial_scale_power", 16),
+            growth_interval_steps=found.get("fp16.loss_scale_window", 1000),
+            hysteresis=found.get("fp16.hysteresis", 2),
+            min_scale=found.get("fp16.min_loss_scale", 1),
+            is_consecutive=found.get("fp16.consecutive_hysteresis", False),
+        )
 
 
 def _params(found: Given, section: str) -> dict[str, Any]:
