@@ -40,7 +40,7 @@ class Recompute:
             return ()
         return tuple(
             Part(region.call.module, region.call.number, *(tuple(node.name for node in nodes) for nodes in (region.again, region.kept)))
-            for region in regions(list(program.graph.nodes), program.config.recompute)
+            for region in regions(list(program.graph.nodes), program.recompute)
         )
 
     def apply(self, program: Program, plan: tuple[Part, ...]) -> Program:

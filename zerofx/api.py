@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ def compile(
     reduce: str = "mean",
     methods: Sequence[str] = (),
     memory_limit: int | str | None = None,
+    recompute: str | float | Sequence[str] | Callable[..., Any] | None = None,
     backend: str = "inductor",
     hardware: Hardware | str | None = None,
     passes: Sequence[Any] = (),
@@ -59,7 +60,10 @@ def compile(
     qualified names) compute in fp32 all the same, as batch norms with running statistics always do. A gradient is the mean of those
     of all ranks; with ``reduce="sum"`` it is their sum, for a loss that each rank divides by a count over all ranks (tokens).
     ``methods`` names those that are called from outside, as ``forward`` is. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole
-    parameters and communication buffers in flight. ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the
+    parameters and communication buffers in flight. ``recompute`` says which activations the backward computes again instead of
+    keeping them: ``"blocks"`` (all within the repeated blocks), ``"selective"`` (all but products and attention), patterns of
+    qualified names, a policy as torch's ``create_selective_checkpoint_contexts`` takes, or how many to keep at most (a fraction such
+    as 0.5, or bytes). ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the
     schedule is optimized for; without it, communication starts as early as it may. ``passes`` join the pipeline by their levels.
     ``config`` replaces all other settings.
 
@@ -78,6 +82,7 @@ def compile(
             reduce=reduce,
             methods=tuple(methods),
             memory_limit_bytes=parse_bytes(memory_limit, "memory_limit", "zerofx.compile(memory_limit=...)"),
+            recompute=tuple(recompute) if isinstance(recompute, list) else recompute,  # type: ignore[arg-type]
             hardware=hardware,
             passes=tuple(passes),
             keep_fp32=(keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32),
@@ -88,6 +93,7 @@ def compile(
             settings = replace(settings, hardware=named_hardware(settings.hardware))
         device = checks.check_model(model)
         checks.check_methods(model, settings.methods)
+        checks.check_recompute(model, settings)
         kept = kept_modules(model, settings)
         checks.check_compiler(settings, device)
         mesh = checks.mesh_of(model, mesh, "zerofx.compile")
@@ -154,12 +160,17 @@ def _described(
     settings: Config, params: tuple[Param, ...], tensors: Iterable[nn.Parameter], buffers: Iterable[tuple[str, Tensor]]
 ) -> list[str]:
     """Describe what must be equal on all ranks, one line each, for a message that names the first difference."""
-    lines = [f"{field}={value!r}" for field, value in asdict(settings).items() if field != "passes"]
+    lines = [f"{field}={_named(value)}" for field, value in asdict(settings).items() if field != "passes"]
     lines += [f"pass {item!r}" for item in settings.passes]
     for param, tensor in zip(params, tensors, strict=True):
         trained = "trained" if tensor.requires_grad else "frozen"
         lines.append(f"parameter {' = '.join(param.names)} {param.shape} {param.dtype} {trained}{_origin(tensor)}")
     return [*lines, *(f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}{_origin(buffer)}" for name, buffer in buffers)]
+
+
+def _named(value: Any) -> str:
+    """Describe a setting; a function by its name, as its address differs between ranks."""
+    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value)
 
 
 def _origin(tensor: Tensor) -> str:

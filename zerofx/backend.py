@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zerofx import _torch, ops
+from zerofx.activations import choose, extents_of, kept
 from zerofx.agreement import Unit
 from zerofx.errors import MemoryLimitError, ZerofxError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
+from zerofx.presets import PRESETS
 from zerofx.program import Level, Phase, Program, Sync, results_of
+from zerofx.recomputing import Extent
 from zerofx.regions import Compiler
 from zerofx.render import Schedule
 from zerofx.runtime import Forward, Runtime, in_place_error
@@ -80,7 +83,7 @@ class Backend:
         """Wrap a traced graph with the facts of the model."""
         runtime = self.runtime
         facts = runtime.params, runtime.group, runtime.config, runtime.wholes.buckets
-        return Program(module, phase, Level.TRACED, *facts, keeps=keeps)
+        return Program(module, phase, Level.TRACED, *facts, keeps=keeps, recompute=runtime.config.recompute)
 
 
 class CompiledRuntime(Runtime):
@@ -218,15 +221,27 @@ class Tracing:
         return program
 
     def _split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        traced = self._run(program, Level.RECOMPUTED)
+        if program.config.keeps_at_most:
+            program = self._keeping_less(program, joint_inputs, **kwargs)
+        forward, self._source = self._partitioned(self._run(program, Level.RECOMPUTED), joint_inputs, **kwargs)
+        self.compilation.forward, self.compilation.backward = self._schedule([forward, self._source])
+        return forward.module, self._source.module
+
+    def _partitioned(self, traced: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Program, Program]:
         compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
         start = time.perf_counter()
         forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
         self.compilation.spend("partition", start)
-        self._source = replace(traced, module=backward, phase=Phase.BACKWARD)
-        parts = [replace(traced, module=forward, phase=Phase.FORWARD), self._source]
-        self.compilation.forward, self.compilation.backward = self._schedule(parts)
-        return forward, backward
+        return replace(traced, module=forward, phase=Phase.FORWARD), replace(traced, module=backward, phase=Phase.BACKWARD)
+
+    def _keeping_less(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> Program:
+        """Choose what the backward computes again by what each part keeps, and spends, at each extent."""
+        machine, options = program.config.machine or PRESETS["h100"], {}  # for want of figures, those of some accelerator
+        for extent, choice in extents_of(list(program.graph.nodes)).items():
+            tried = self.backend.pipeline.run(replace(program, recompute=choice), [], Level.RECOMPUTED)
+            options[extent] = kept(*self._partitioned(tried, joint_inputs, **kwargs), kwargs["num_fwd_outputs"], machine)
+        most_bytes = program.config.kept_bytes(options[Extent.NOTHING].total_bytes)
+        return replace(program, recompute=choose(options, most_bytes))
 
     def _schedule(self, programs: list[Program]) -> list[Program]:
         """Schedule each program; where several do not fit the memory limit, raise the error that asks for the most."""

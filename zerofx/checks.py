@@ -14,6 +14,8 @@ from zerofx import _torch
 from zerofx.config import Config
 from zerofx.errors import CompilerError, ConfigError, ShardingError
 from zerofx.module import bindings, own_methods
+from zerofx.names import nearest
+from zerofx.recomputing import is_block, matches
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -127,6 +129,22 @@ def check_methods(model: nn.Module, methods: Sequence[str]) -> None:
                 why=f"its own public methods are {', '.join(known) or 'none'}",
                 remedy="name methods of the model's class; its forward needs no naming",
             )
+
+
+def check_recompute(model: nn.Module, settings: Config) -> None:
+    """Check that a model has the modules whose activations are to be computed again."""
+    known = [name for name, _ in model.named_modules() if name]
+    given = settings.recompute
+    patterns = given if isinstance(given, tuple) else ()
+    missing = next((pattern for pattern in patterns if not any(matches(name, (pattern,)) for name in known)), None)
+    if missing is not None or (given == "blocks" and not any(map(is_block, known))):
+        raise ConfigError(
+            f"recompute={given!r} " + ("finds no repeated blocks" if missing is None else f"names no module by {missing!r}"),
+            where=f"zerofx.compile(recompute=...), {type(model).__name__}",
+            why=f"the modules within the model are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}"
+            + ("; a block is an item of a list of modules" if missing is None else ""),
+            remedy=(nearest(missing, known) if missing else "") or 'name modules by patterns, or pass "selective"',
+        )
 
 
 def check_compiler(settings: Config, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from zerofx.errors import ConfigError
 from zerofx.fieldtypes import read_from
 from zerofx.lossscale import LossScale
 from zerofx.migration import Component, Report
+from zerofx.units import parse_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads settings without it
     import torch
@@ -34,12 +35,12 @@ def _check_count(settings: object, field: str) -> None:
         )
 
 
-def _no_passes(where: str, passes: Any) -> ConfigError:
+def _no_code(where: str, field: str, value: Any) -> ConfigError:
     return ConfigError(
-        f"passes={passes!r} cannot be in a file",
+        f"{field}={value!r} cannot be in a file",
         where=where,
-        why="a pass is code",
-        remedy="leave them out (dataclasses.replace(config, passes=())), and pass them to zerofx.compile",
+        why="it is code",
+        remedy=f"leave {field} out of what is written (dataclasses.replace), and pass it to zerofx.compile",
     )
 
 
@@ -72,9 +73,12 @@ class Config:
     communication buffers in flight on one rank. Below it, whole parameters may take what is in use at once and
     ``prefetch_buckets`` of the largest bucket ahead of use, and gradients in flight ``reduces_in_flight`` of theirs (in the eager
     mode: so many buckets); 0 overlaps nothing. At stage 3, blocks of parameters, from the first, of at most ``keep_whole_bytes`` stay
-    whole until an optimizer changes them, so that only the first of several micro-batches gathers them. ``hardware`` are the figures
-    that the schedule goes by, or the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither computing
-    with them nor compiling, is an error on all; with None the ranks do not ask each other, and those that differ wait for ever.
+    whole until an optimizer changes them, so that only the first of several micro-batches gathers them. ``recompute`` says which
+    activations a backward computes again: those within the repeated ``"blocks"``, all but products and attention (``"selective"``),
+    those within modules by patterns of qualified names, by a policy as torch's ``create_selective_checkpoint_contexts`` takes, or so
+    many that at most a fraction (a float), or a number of bytes, is kept. ``hardware`` are the figures that the schedule goes by, or
+    the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither computing with them nor compiling, is an
+    error on all; with None the ranks do not ask each other, and those that differ wait for ever.
     """
 
     stage: int = 3
@@ -112,7 +116,7 @@ class Config:
 
         table = configfile.read(path)
         if "passes" in table:
-            raise _no_passes(str(path), table["passes"])
+            raise _no_code(str(path), "passes", table["passes"])
         with read_from(str(path)):
             return configfile.decoded(cls, table, {"torch": torch, "Hardware": Hardware})
 
@@ -125,8 +129,10 @@ class Config:
         return configfile.to_json(self._table())
 
     def _table(self) -> dict[str, Any]:
-        if self.passes:
-            raise _no_passes("zerofx.Config.to_toml, to_json", self.passes)
+        for field in ("passes", "recompute"):
+            value = getattr(self, field)
+            if callable(value) or (field == "passes" and value):
+                raise _no_code("zerofx.Config.to_toml, to_json", field, value)
         return {name: value for name, value in configfile.encoded(self).items() if name != "passes"}
 
     @classmethod
@@ -149,6 +155,19 @@ class Config:
         """
         found = migration.translate(settings, version=version, world_size=world_size, auto=auto or {})
         return Imported(config=cls(**found.fields, hooks=HookLimits(**found.hooks)), **found.rest)
+
+    @property
+    def keeps_at_most(self) -> bool:
+        """Whether ``recompute`` is a fraction or a number of bytes, so that what is computed again has to be chosen."""
+        given = self.recompute
+        return given[:1].isdigit() if isinstance(given, str) else isinstance(given, int | float) and not isinstance(given, bool)
+
+    def kept_bytes(self, all_bytes: int) -> int:
+        """Return how many bytes of ``all_bytes`` of activations may be kept, where ``recompute`` is an amount."""
+        if isinstance(self.recompute, float):
+            return int(self.recompute * all_bytes)
+        assert isinstance(self.recompute, int | str)
+        return parse_bytes(self.recompute, "recompute") or 0
 
     @property
     def machine(self) -> Hardware | None:
@@ -193,7 +212,12 @@ class Config:
             from zerofx.presets import check_hardware
 
             check_hardware(self.hardware, "zerofx.Config(hardware=...)")
-        unusable = {"passes": bool(self.passes), "memory_limit": self.memory_limit_bytes is not None, "hardware": self.hardware is not None}
+        unusable = {
+            "passes": bool(self.passes),
+            "memory_limit": self.memory_limit_bytes is not None,
+            "hardware": self.hardware is not None,
+            f"recompute={self.recompute!r}": self.keeps_at_most,
+        }
         if self.backend == "hooks" and any(unusable.values()):
             field = next(name for name, given in unusable.items() if given)
             raise ConfigError(
@@ -228,6 +252,18 @@ class Config:
             self._check(floats, field, "no floating dtype", "parameters and gradients are cast to it", "pass torch.bfloat16")
         is_named = isinstance(self.methods, tuple) and all(isinstance(name, str) for name in self.methods)
         self._check(is_named, "methods", "no tuple of names", "it names methods of the model", 'pass a tuple such as ("encode",)')
+        self._check_recompute()
+
+    def _check_recompute(self) -> None:
+        given, where = self.recompute, "zerofx.Config(recompute=...)"
+        if given is None or callable(given) or given in ("blocks", "selective"):
+            return
+        is_named = isinstance(given, tuple) and bool(given) and all(isinstance(name, str) for name in given)
+        is_amount = self.keeps_at_most and (not isinstance(given, float) or 0 <= given <= 1)
+        words = 'pass "blocks", "selective", ("h.*.mlp",), a fraction from 0.0 to 1.0, bytes such as "2GiB", or a policy'
+        self._check(is_named or is_amount, "recompute", "not known", "it says which activations are not kept", words)
+        if isinstance(given, str | int):
+            parse_bytes(given, "recompute", where)
 
     def _check(self, holds: bool, field: str, what: str, why: str, remedy: str) -> None:
         if not holds:

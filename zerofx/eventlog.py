@@ -70,15 +70,17 @@ class EventLog:
             self._grow(-whole_bytes, 0)
             self._add("release", "", self._label(tuple(members)))
 
-    def compute(self, module: str) -> None:
-        """Note that a submodule computes; what computes between two other events is one event."""
-        block = block_of(f"{module}.x") or "(model)"
+    def compute(self, module: str, *, again: bool = False) -> None:
+        """Note that a submodule computes, or does so again; what computes between two other events is one event."""
+        kind, block = "recompute" if again else "compute", block_of(f"{module}.x") or "(model)"
+        begins = not self._blocks or self._step.events[-1].kind != kind
+        if begins:
+            self._blocks = {}
         if block in self._blocks:
             return
-        begins = not self._blocks
         self._blocks[block] = None
         if begins:
-            self._step.events.append(self._event("compute", "", block, 0))
+            self._step.events.append(self._event(kind, "", block, 0))
         else:
             self._step.events[-1] = replace(self._step.events[-1], label=joined(self._blocks))
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from zerofx import _torch
 from zerofx.coordinator import Coordinator
 from zerofx.eventlog import EventLog
 from zerofx.params import Param
+from zerofx.recomputing import outermost, policy_of
 from zerofx.reductions import Reductions
 from zerofx.render import Schedule
 from zerofx.runtime import Forward, Runtime, second_derivative_error
@@ -95,6 +97,11 @@ class HookedRuntime(Runtime):
         self._stack: list[Call] = []
         self._active: dict[Call, None] = {}  # between their pre-backward and their post-backward
         self._in_backward = False
+        recompute = self.config.recompute
+        policy = policy_of(recompute)
+        parts = set(outermost(list(self._names.values()), recompute))
+        self._recomputed = {module for module, name in self._names.items() if name in parts}
+        self._contexts = noop_context_fn if policy is None else functools.partial(create_selective_checkpoint_contexts, policy)
 
     @property
     def inside(self) -> bool:
@@ -118,17 +125,28 @@ class HookedRuntime(Runtime):
         except BaseException:
             self._coordinator.abandon()
             raise
+        finally:
+            self._pass = Pass([])  # its graph alone keeps it, and its shards the graph
         self._coordinator.end_forward(with_backward=with_backward)
         return result
 
     def submodule(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of a submodule between its hooks; outside of the model's forward and backward, run it plainly."""
-        return self._call(plain, module, args, kwargs) if self.inside else plain(module, *args, **kwargs)
+        if not self.inside:
+            return plain(module, *args, **kwargs)
+        if module not in self._recomputed or not self.in_forward or not torch.is_grad_enabled():
+            return self._call(plain, module, args, kwargs)
+        # inputs are passed on, so that torch sees whose random numbers to draw again
+        run = functools.partial(self._again, plain, module, kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
+
+    def _again(self, plain: Forward, module: nn.Module, kwargs: dict[str, Any], *args: Any) -> Any:
+        return self._call(plain, module, args, kwargs)
 
     def _call(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, self._pass)
         call.held = self._coordinator.fetch_sub_module(module)
-        self._log.compute(self._names[module])
+        self._log.compute(self._names[module], again=not self.in_forward)
         self._watch_inputs(call, args, kwargs)
         self._stack.append(call)
         result = plain(module, *args, **kwargs)
@@ -261,6 +279,7 @@ class HookedRuntime(Runtime):
             call.is_active = False
             call.within.awaiting.clear()
         self._active.clear()
+        self._pass = Pass([])
         self._coordinator.end_backward()
 
     def collect(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -61,7 +61,8 @@ class Mark:
 class Program:
     """A graph module that it owns, with the phase, level, parameter table, ranks and settings.
 
-    ``keeps`` says whether the backward may keep whole parameters of the forward.
+    ``keeps`` says whether the backward may keep whole parameters of the forward, ``recompute`` which activations it does not keep:
+    as ``Config.recompute``, with a choice in the place of an amount.
     """
 
     module: GraphModule
@@ -73,6 +74,7 @@ class Program:
     refresh_buckets: tuple[tuple[int, ...], ...] = ()
     sync: Sync = Sync.REDUCE
     keeps: bool = True
+    recompute: Any = None
 
     @property
     def graph(self) -> Graph:

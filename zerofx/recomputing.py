@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +18,21 @@ from zerofx.params import block_of
 from zerofx.program import is_view
 
 Policy = Callable[..., CheckpointPolicy | bool]
+
+
+class Extent(enum.Enum):
+    """How much of a part a backward computes again."""
+
+    NOTHING = "nothing"
+    CHEAP = "cheap operators"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How much of each part of a model the backward computes again, instead of one rule for all."""
+
+    levels: tuple[tuple[Call, Extent], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +61,31 @@ def regions(nodes: Sequence[Node], recompute: Any) -> list[Region]:
     """Return the regions of a joint graph that ``Config.recompute`` names, in order of first use; none for None."""
     if recompute is None:
         return []
-    policy = cheap if recompute == "selective" else recompute if callable(recompute) else None
+    policy, levels = policy_of(recompute), dict(recompute.levels) if isinstance(recompute, Choice) else {}
     members: dict[Call, list[Node]] = {}
     for node in nodes:
         if node.op == "call_function" and not is_backward(node) and not _writes(node):
-            call = _part(node) if policy is not None else _named(node, recompute)
-            if call is not None:
+            call = part_of(node) if levels or policy is not None else _named(node, recompute)
+            if call is not None and levels.get(call) is not Extent.NOTHING:
                 members.setdefault(call, []).append(node)
-    return [_region(call, inside, policy) for call, inside in members.items()]
+    chosen = {call: cheap if extent is Extent.CHEAP else None for call, extent in levels.items()}
+    return [_region(call, inside, chosen.get(call, policy)) for call, inside in members.items()]
+
+
+def policy_of(recompute: Any) -> Policy | None:
+    """Return the policy by operator that ``Config.recompute`` names, None where it is no such."""
+    return cheap if recompute == "selective" else recompute if callable(recompute) else None
+
+
+def outermost(names: Sequence[str], recompute: Any) -> list[str]:
+    """Return which modules of a model ``Config.recompute`` means, none of which is within another."""
+    if recompute is None:
+        return []
+    by_operator = policy_of(recompute) is not None
+    chosen = [name for name in names if (is_block(name) if by_operator or recompute == "blocks" else matches(name, recompute))]
+    if by_operator:  # what has no blocks within is a part too
+        chosen += [name for name in names if name and "." not in name and not any(block.startswith(f"{name}.") for block in chosen)]
+    return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
 
 
 def cheap(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -68,7 +101,7 @@ def cheap(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -
 _ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
 
 
-def _part(node: Node) -> Call:
+def part_of(node: Node) -> Call:
     """Return the part of the model that a node belongs to: its block, else its outermost submodule, else the root."""
     calls = [call for call in calls_of(node) if call.module]
     return next((call for call in calls if is_block(call.module)), calls[0] if calls else Call(""))

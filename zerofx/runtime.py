@@ -60,6 +60,7 @@ class Runtime(ABC):
             for param in params
         ]
         self.shards: list[Tensor] = []
+        self._shards_again: list[Tensor] = []  # while a backward computes parts of its forward again
         self.device = _torch.local_tensor(tensors[0]).device
         self.vacancies = Vacancies(modules, is_open=any(tensor.is_meta for tensor in tensors))
         self.versions = Versions(tensors)
@@ -113,6 +114,7 @@ class Runtime(ABC):
     def _forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_parameters()
         self.gradients.forget()
+        self._shards_again = []  # of a backward that raised
         self.shards = self._enter()
         self._refresh()
         self.in_forward = True
@@ -133,6 +135,7 @@ class Runtime(ABC):
             raise
         finally:
             self.in_forward = False
+            self.shards = []
             self._reads = []
             self.agreement.guard(self.wholes.arrivals.finish)
 
@@ -151,7 +154,8 @@ class Runtime(ABC):
 
     def read(self, index: int) -> Tensor:
         """Return the whole parameter."""
-        value: Tensor = _EagerUnshard.apply(self, index, self.shards[index])  # type: ignore[no-untyped-call]
+        shards = self.shards if self.in_forward else self._enter_again()
+        value: Tensor = _EagerUnshard.apply(self, index, shards[index])  # type: ignore[no-untyped-call]
         return self.noted(index, value)
 
     def value(self, index: int, shard: Tensor) -> Tensor:
@@ -224,6 +228,13 @@ class Runtime(ABC):
         if self._trains():
             return list(_EnterForward.apply(self, *self.tensors))  # type: ignore[no-untyped-call]
         return self.local_shards()
+
+    def _enter_again(self) -> list[Tensor]:
+        """Return the shards for what the running backward computes again; not kept any longer, as their graph keeps this runtime."""
+        if not self._shards_again:
+            self._shards_again = self._enter()
+            _torch.at_end_of_backward(self._shards_again.clear)
+        return self._shards_again
 
     def local_shards(self) -> list[Tensor]:
         """Return each parameter's padded local shard, as a fresh alias."""

@@ -80,6 +80,11 @@ def tensor_bytes(value: Tensor) -> int:
     return math.prod(shape_of(value)) * value.dtype.itemsize
 
 
+def storage_bytes(node: Node) -> int:
+    """Return the bytes of the storages behind what a node gives."""
+    return sum(_hint(value.untyped_storage().nbytes()) for value in tensors(node))
+
+
 def bytes_of(node: Node) -> int:
     """Return the bytes of all that a node gives."""
     return sum(tensor_bytes(value) for value in tensors(node))
