@@ -18,6 +18,7 @@ ENVIRONMENT = {
 }
 # How long an example takes says nothing on a machine that others use too.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", parent=settings.get_profile("shared machine"), max_examples=500, print_blob=True)
 settings.load_profile("shared machine")
 # The reference runs in this process, next to the ranks, and is small.
 torch.set_num_threads(1)

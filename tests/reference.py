@@ -96,7 +96,9 @@ def backward(model: nn.Module, case: Case, batch: Batch, world: int) -> float:
     return loss.item()
 
 
-def differences(actual: Iterable[Trace], expected: Trace, tolerance: float = 0.0, *, loss_tolerance: float | None = None) -> list[str]:
+def differences(
+    actual: Iterable[Trace], expected: Trace, tolerance: float = 0.0, *, loss_tolerance: float | None = None, floor: float = FLOOR
+) -> list[str]:
     """Say where the traces of all ranks differ from the reference; empty when they agree.
 
     A difference is measured against the largest element of the whole tensor: an element that nearly cancels has no digits of its own.
@@ -109,18 +111,18 @@ def differences(actual: Iterable[Trace], expected: Trace, tolerance: float = 0.0
             found.append(f"step {step}: mean loss {mean!r} instead of {loss!r}")
         for rank, trace in enumerate(traces):
             where = f"rank {rank}, step {step}"
-            found += named_differences(f"{where}: gradient of", trace.gradients[step], expected.gradients[step], tolerance)
-            found += named_differences(f"{where}: parameter", trace.parameters[step], expected.parameters[step], tolerance)
+            found += named_differences(f"{where}: gradient of", trace.gradients[step], expected.gradients[step], tolerance, floor)
+            found += named_differences(f"{where}: parameter", trace.parameters[step], expected.parameters[step], tolerance, floor)
     return found
 
 
 def named_differences(
-    what: str, actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float = 0.0
+    what: str, actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float = 0.0, floor: float = FLOOR
 ) -> list[str]:
     if list(actual) != list(expected):
         return [f"{what}: names {list(actual)} instead of {list(expected)}"]
-    floor = FLOOR * max((largest_element(tensor) for tensor in expected.values()), default=0.0)
-    found = ((name, difference(actual[name], expected[name], tolerance, floor)) for name in expected)
+    least = floor * max((largest_element(tensor) for tensor in expected.values()), default=0.0)
+    found = ((name, difference(actual[name], expected[name], tolerance, least)) for name in expected)
     return [f"{what} {name}: {text}" for name, text in found if text]
 
 

@@ -1,0 +1,383 @@
+"""Models and training settings drawn by hypothesis, as plain data from which every rank builds the same.
+
+An example whose blocks only add, multiply and choose trains integers held in floats, as the exact cases of tests/models.py do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import fill_with_integers, integers
+from tests.stages import TIGHT
+from zerofx.config import Config, HookLimits
+
+TOKENS = 5
+
+
+class Plain(nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, dtype=dtype)
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
+
+
+class Wide(nn.Module):
+    """One column, or a prime number of them, between two layers of which one has no bias."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.down(self.up(x)) + x
+
+
+class Convolution(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.convolution(x[:, None]).sum(1)
+
+
+class ReadTwice(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return (x @ self.weight + self.bias) @ self.weight.t() - self.bias
+
+
+class Thrice(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.linear(x)
+        return x
+
+
+class Sizes(nn.Module):
+    """No dimension, one element, no element, and fewer rows than ranks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.single = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0, width))
+        self.flat = nn.Parameter(torch.randn(1, width))
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return x * self.scalar + self.single + self.flat + self.empty.sum(0)
+
+
+class Branch(nn.Module):
+    """Which layer runs depends on the values of this rank's inputs; one more never runs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.even = nn.Linear(width, width)
+        self.odd = nn.Linear(width, width)
+        self.never = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.even(x) if inputs.long().sum() % 2 == 0 else self.odd(x)
+
+
+class Counted(nn.Module):
+    """Buffers that the forward changes, after all that it reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("offset", torch.arange(float(width)), persistent=False)
+        self.register_buffer("total", torch.zeros(width))
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("odd", torch.zeros(2, dtype=torch.bool))
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        x = self.linear(x) + self.offset.to(x.dtype)
+        with torch.no_grad():
+            self.total.add_(x.detach().sum(0))
+            self.calls.add_(1)
+            self.odd.logical_not_()
+        return x
+
+
+class Uncompiled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Broken(nn.Module):
+    """The same weight on both sides of a graph break."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return self.linear(x)
+
+
+class Dropped(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return functional.dropout(self.linear(x), 0.5, self.training)
+
+
+class Normalised(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
+    "plain": Plain,
+    "one column": lambda width: Wide(width, 1),
+    "wide": lambda width: Wide(width, 11),
+    "convolution": Convolution,
+    "read twice": ReadTwice,
+    "thrice": Thrice,
+    "sizes": Sizes,
+    "branch": Branch,
+    "counted": Counted,
+    "uncompiled": Uncompiled,
+    "broken": Broken,
+    "dropout": Dropped,
+    "float64": lambda width: Plain(width, torch.float64),
+    "float32": lambda width: Plain(width, torch.float32),
+    "bfloat16": lambda width: Plain(width, torch.bfloat16),
+    "layer norm": lambda width: Normalised(nn.LayerNorm(width)),
+    "rms norm": lambda width: Normalised(nn.RMSNorm(width)),
+    "batch norm": lambda width: Normalised(nn.BatchNorm1d(width)),
+    # The block before it once more, and a layer of the same weight.
+    "repeated": Plain,
+    "tied": Plain,
+}
+# What each rank does on its own: its rows are then not those of a larger batch.
+BY_RANK = {"branch", "counted", "dropout", "batch norm"}
+ROUNDED = {"float32", "bfloat16", "layer norm", "rms norm", "batch norm"}
+# A recomputation changes buffers a second time, in plain torch too.
+CHANGES_BUFFERS = {"counted", "batch norm"}
+FROZEN = ("never", "first parameter", "always", "first step", "later steps")
+
+
+@dataclass(frozen=True)
+class Block:
+    kind: str = "plain"
+    frozen: str = "never"
+    checkpointed: bool = False
+
+
+class Stack(nn.Module):
+    """The blocks, between a layer or an embedding and a head, which may be the embedding."""
+
+    def __init__(self, width: int, blocks: Sequence[Block], tokens: bool, tied_head: bool, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Embedding(TOKENS, width) if tokens else nn.Linear(3, width)
+        self.blocks = nn.ModuleList()
+        for block in blocks:
+            self.blocks.append(self._built(block.kind, width))
+        self.head = nn.Linear(width, TOKENS)
+        if tokens and tied_head:
+            self.head.weight = self.first.weight
+        self.checkpointed = [block.checkpointed for block in blocks]
+        self.activation = activation
+
+    def _built(self, kind: str, width: int) -> nn.Module:
+        if kind == "repeated" and self.blocks:
+            return self.blocks[-1]
+        built = BLOCKS[kind](width)
+        layers = [block.linear for block in self.blocks if isinstance(block, Plain)]
+        if kind == "tied" and layers:
+            built.linear.weight = layers[0].weight
+        return built
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.first(inputs)
+        for block, checkpointed in zip(self.blocks, self.checkpointed, strict=True):
+            x = checkpoint(block, x, inputs, use_reentrant=False) if checkpointed else block(x, inputs)
+            x = self.activation(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model, how it is trained, and on how many ranks."""
+
+    blocks: tuple[Block, ...]
+    width: int
+    tokens: bool
+    tied_head: bool
+    dtype: torch.dtype
+    seed: int
+    stage: int
+    backend: str
+    world: int
+    steps: int
+    micro_batches: int
+    no_sync: bool
+    uneven: bool
+    reduce: str
+    precision: tuple[torch.dtype | None, torch.dtype | None]
+    clip: float | None
+    optimizer: str
+    zero_in_place: bool
+    small_buckets: bool
+    keep_whole: bool
+    tight_limit: bool
+
+    def has(self, kinds: set[str]) -> bool:
+        return any(block.kind in kinds for block in self.blocks)
+
+    @property
+    def exact(self) -> bool:
+        """All that is computed are integers, or halves of them and so on."""
+        return not self.has(ROUNDED) and self.precision == (None, None) and self.clip is None and self.optimizer != "adamw"
+
+    @property
+    def by_rank(self) -> bool:
+        return self.has(BY_RANK) or self.precision != (None, None)
+
+    @property
+    def narrowest(self) -> torch.dtype:
+        """The dtype in which most is rounded."""
+        dtypes = {self.dtype, *filter(None, self.precision)}
+        dtypes |= {getattr(torch, block.kind) for block in self.blocks if block.kind in ("float32", "bfloat16")}
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            model = Stack(self.width, self.blocks, self.tokens, self.tied_head, functional.relu if self.exact else torch.tanh)
+            if self.exact:
+                fill_with_integers(model)
+        islands = [block for block in model.blocks if isinstance(block, Plain) and block.linear.weight.dtype != torch.float32]
+        dtypes = [block.linear.weight.dtype for block in islands]
+        model.to(self.dtype)
+        for block, dtype in zip(islands, dtypes, strict=True):
+            block.to(dtype)
+        return model
+
+    def batch(self, step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
+        """The inputs and the targets of one rank."""
+        with torch.random.fork_rng():
+            torch.manual_seed(1000 * self.seed + 100 * step + 10 * micro_batch + rank)
+            rows = 2 + rank if self.uneven else 3
+            values = integers if self.exact else torch.randn
+            inputs = torch.randint(0, TOKENS, (rows,)) if self.tokens else values(rows, 3).to(self.dtype)
+            return inputs, values(rows, TOKENS).double()
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """A sum over rows, so that the rows of several ranks may be one batch; times the world, which a mean over ranks divides by."""
+        output = output.double()
+        loss = (output * target).sum() if self.exact else (output - target).square().sum()
+        return loss * self.world if self.reduce == "mean" else loss
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            # A gradient that is zero but for rounding stays small beside this epsilon.
+            return torch.optim.AdamW(model.parameters(), 0.01, eps=1e-2, weight_decay=0.1)
+        momentum = 0.5 if self.optimizer == "momentum" else 0.0
+        return torch.optim.SGD(model.parameters(), 2.0**-2 if self.exact else 2.0**-6, momentum=momentum)
+
+    def freeze(self, model: Stack, step: int) -> None:
+        """Set what is trained in this step; the first layer and the head always are."""
+        for block, module in zip(self.blocks, model.blocks, strict=True):
+            trained = {"always": False, "first step": step > 0, "later steps": step == 0}.get(block.frozen, True)
+            for index, parameter in enumerate(module.parameters()):
+                if parameter is not getattr(model.first, "weight", None):
+                    parameter.requires_grad_(trained and not (block.frozen == "first parameter" and index == 0))
+
+    def config(self, memory_limit_bytes: int | None = None) -> Config:
+        settings: dict[str, Any] = {}
+        if self.small_buckets:
+            settings |= {"bucket_max_bytes": 200, "bucket_min_bytes": 0, "prefetch_buckets": 2}
+        param_dtype, reduce_dtype = self.precision
+        return Config(
+            stage=self.stage,
+            backend=self.backend,
+            reduce=self.reduce,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            memory_limit_bytes=memory_limit_bytes,
+            keep_whole_bytes=300 if self.keep_whole else 0,
+            hooks=TIGHT if self.small_buckets else HookLimits(),
+            **settings,
+        )
+
+
+def _mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from([usual] * max(2, len(others)) + list(others))
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    precision = draw(_mostly((None, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float32)))
+    computes_in_bfloat16 = precision[0] is not None
+    kinds = [
+        kind
+        for kind in BLOCKS
+        # Batch norms compute in fp32 whatever the precision: tests/cases/test_precision.py.
+        if not (computes_in_bfloat16 and kind == "batch norm")
+    ]
+    blocks = []
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(kinds))
+        frozen = draw(_mostly(*FROZEN))
+        blocks.append(Block(kind, frozen, kind not in CHANGES_BUFFERS and draw(_mostly(False, True))))
+    rounds = computes_in_bfloat16 or any(block.kind == "bfloat16" for block in blocks)
+    backend = draw(st.sampled_from(["hooks", "aot_eager"]))
+    micro_batches = draw(st.sampled_from([1, 1, 2, 3]))
+    return Example(
+        blocks=tuple(blocks),
+        width=draw(st.sampled_from([4, 1, 2, 3, 5])),
+        tokens=draw(st.booleans()),
+        tied_head=draw(st.booleans()),
+        dtype=torch.float32 if computes_in_bfloat16 else draw(_mostly(torch.float64, torch.float32)),
+        seed=draw(st.integers(0, 9)),
+        stage=draw(st.sampled_from([3, 2, 1, 0])),
+        backend=backend,
+        world=draw(st.sampled_from([2, 1, 3])),
+        steps=draw(st.sampled_from([2, 3])),
+        micro_batches=micro_batches,
+        no_sync=micro_batches > 1 and draw(st.booleans()),
+        uneven=draw(_mostly(False, True)),
+        reduce=draw(_mostly("mean", "sum")),
+        precision=precision,
+        clip=draw(_mostly(None, 2.0, float("inf"))),
+        # The step of Adam is a ratio: the rounding of a small gradient is as large in it as that of a large one.
+        optimizer=draw(st.sampled_from(["sgd", "momentum"] if rounds else ["sgd", "momentum", "adamw"])),
+        zero_in_place=draw(_mostly(False, True)),
+        small_buckets=draw(st.booleans()),
+        keep_whole=draw(_mostly(False, True)),
+        tight_limit=backend != "hooks" and draw(_mostly(False, True)),
+    )
