@@ -200,7 +200,9 @@ class Block:
 class Stack(nn.Module):
     """The blocks, between a layer or an embedding and a head, which may be the embedding."""
 
-    def __init__(self, width: int, blocks: Sequence[Block], tokens: bool, tied_head: bool, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, width: int, blocks: Sequence[Block], tokens: bool, tied_head: bool, two_outputs: bool, activation: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.first = nn.Embedding(TOKENS, width) if tokens else nn.Linear(3, width)
         self.blocks = nn.ModuleList()
@@ -210,7 +212,7 @@ class Stack(nn.Module):
         if tokens and tied_head:
             self.head.weight = self.first.weight
         self.checkpointed = [block.checkpointed for block in blocks]
-        self.activation = activation
+        self.activation, self.two_outputs = activation, two_outputs
 
     def _built(self, kind: str, width: int) -> nn.Module:
         if kind == "repeated" and self.blocks:
@@ -221,12 +223,12 @@ class Stack(nn.Module):
             built.linear.weight = layers[0].weight
         return built
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
         x = self.first(inputs)
         for block, checkpointed in zip(self.blocks, self.checkpointed, strict=True):
             x = checkpoint(block, x, inputs, use_reentrant=False) if checkpointed else block(x, inputs)
             x = self.activation(x)
-        return self.head(x)
+        return {"head": self.head(x), "hidden": x} if self.two_outputs else {"head": self.head(x)}
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ class Example:
     width: int
     tokens: bool
     tied_head: bool
+    two_outputs: bool
     dtype: torch.dtype
     seed: int
     stage: int
@@ -245,7 +248,10 @@ class Example:
     steps: int
     micro_batches: int
     no_sync: bool
+    together: bool
+    evaluates: bool
     uneven: bool
+    growing: bool
     reduce: str
     precision: tuple[torch.dtype | None, torch.dtype | None]
     clip: float | None
@@ -254,6 +260,7 @@ class Example:
     small_buckets: bool
     keep_whole: bool
     tight_limit: bool
+    hardware: str | None
 
     def has(self, kinds: set[str]) -> bool:
         return any(block.kind in kinds for block in self.blocks)
@@ -277,7 +284,7 @@ class Example:
     def model(self) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            model = Stack(self.width, self.blocks, self.tokens, self.tied_head, functional.relu if self.exact else torch.tanh)
+            model = Stack(self.width, self.blocks, self.tokens, self.tied_head, self.two_outputs, torch.abs if self.exact else torch.tanh)
             if self.exact:
                 fill_with_integers(model)
         islands = [block for block in model.blocks if isinstance(block, Plain) and block.linear.weight.dtype != torch.float32]
@@ -291,15 +298,17 @@ class Example:
         """The inputs and the targets of one rank."""
         with torch.random.fork_rng():
             torch.manual_seed(1000 * self.seed + 100 * step + 10 * micro_batch + rank)
-            rows = 2 + rank if self.uneven else 3
+            rows = (2 + rank if self.uneven else 3) + (step if self.growing else 0)
             values = integers if self.exact else torch.randn
             inputs = torch.randint(0, TOKENS, (rows,)) if self.tokens else values(rows, 3).to(self.dtype)
             return inputs, values(rows, TOKENS).double()
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self, outputs: dict[str, Tensor], target: Tensor) -> Tensor:
         """A sum over rows, so that the rows of several ranks may be one batch; times the world, which a mean over ranks divides by."""
-        output = output.double()
+        output = outputs["head"].double()
         loss = (output * target).sum() if self.exact else (output - target).square().sum()
+        if self.two_outputs:
+            loss = loss + outputs["hidden"].double().sum()
         return loss * self.world if self.reduce == "mean" else loss
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -329,6 +338,7 @@ class Example:
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
             memory_limit_bytes=memory_limit_bytes,
+            hardware=self.hardware,
             keep_whole_bytes=300 if self.keep_whole else 0,
             hooks=TIGHT if self.small_buckets else HookLimits(),
             **settings,
@@ -336,25 +346,26 @@ class Example:
 
 
 def _mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
-    return st.sampled_from([usual] * max(2, len(others)) + list(others))
+    return st.sampled_from([usual] * 2 * len(others) + list(others))
 
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
+    rounds = draw(st.booleans())
     precision = draw(_mostly((None, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None), (None, torch.float32)))
-    computes_in_bfloat16 = precision[0] is not None
-    kinds = [
-        kind
-        for kind in BLOCKS
-        # Batch norms compute in fp32 whatever the precision: tests/cases/test_precision.py.
-        if not (computes_in_bfloat16 and kind == "batch norm")
-    ]
+    precision = precision if rounds else (None, None)
+    in_bfloat16 = precision[0] is not None
+    # Batch norms compute in fp32 whatever the precision: tests/cases/test_precision.py.
+    excluded = ({"batch norm"} if in_bfloat16 else set()) if rounds else ROUNDED
+    kinds = [kind for kind in BLOCKS if kind not in excluded]
     blocks = []
     for _ in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from(kinds))
-        frozen = draw(_mostly(*FROZEN))
-        blocks.append(Block(kind, frozen, kind not in CHANGES_BUFFERS and draw(_mostly(False, True))))
-    rounds = computes_in_bfloat16 or any(block.kind == "bfloat16" for block in blocks)
+        blocks.append(Block(kind, draw(_mostly(*FROZEN)), kind not in CHANGES_BUFFERS and draw(_mostly(False, True))))
+    # torch knows no infinity norm of nothing, and "sizes" has a parameter without elements.
+    norms = [2.0] if any(block.kind == "sizes" for block in blocks) else [2.0, float("inf")]
+    # The step of Adam is a ratio: the rounding of a small gradient is as large in it as that of a large one.
+    has_digits = rounds and not in_bfloat16 and all(block.kind != "bfloat16" for block in blocks)
     backend = draw(st.sampled_from(["hooks", "aot_eager"]))
     micro_batches = draw(st.sampled_from([1, 1, 2, 3]))
     return Example(
@@ -362,22 +373,27 @@ def examples(draw: st.DrawFn) -> Example:
         width=draw(st.sampled_from([4, 1, 2, 3, 5])),
         tokens=draw(st.booleans()),
         tied_head=draw(st.booleans()),
-        dtype=torch.float32 if computes_in_bfloat16 else draw(_mostly(torch.float64, torch.float32)),
+        two_outputs=draw(_mostly(False, True)),
+        dtype=torch.float32 if in_bfloat16 else draw(_mostly(torch.float64, torch.float32)),
         seed=draw(st.integers(0, 9)),
         stage=draw(st.sampled_from([3, 2, 1, 0])),
         backend=backend,
-        world=draw(st.sampled_from([2, 1, 3])),
-        steps=draw(st.sampled_from([2, 3])),
+        world=draw(st.sampled_from([2, 3, 2, 3, 1])),
+        steps=draw(st.sampled_from([2, 3] if rounds else [2])),
         micro_batches=micro_batches,
         no_sync=micro_batches > 1 and draw(st.booleans()),
+        # A batch norm changes what the backward of an earlier forward needs, in plain torch too.
+        together=micro_batches > 1 and all(block.kind != "batch norm" for block in blocks) and draw(_mostly(False, True)),
+        evaluates=draw(_mostly(False, True)),
         uneven=draw(_mostly(False, True)),
+        growing=draw(_mostly(False, True)),
         reduce=draw(_mostly("mean", "sum")),
         precision=precision,
-        clip=draw(_mostly(None, 2.0, float("inf"))),
-        # The step of Adam is a ratio: the rounding of a small gradient is as large in it as that of a large one.
-        optimizer=draw(st.sampled_from(["sgd", "momentum"] if rounds else ["sgd", "momentum", "adamw"])),
+        clip=draw(_mostly(None, *norms)) if rounds else None,
+        optimizer=draw(st.sampled_from(["sgd", "momentum", "adamw"] if has_digits else ["sgd", "momentum"])),
         zero_in_place=draw(_mostly(False, True)),
         small_buckets=draw(st.booleans()),
         keep_whole=draw(_mostly(False, True)),
         tight_limit=backend != "hooks" and draw(_mostly(False, True)),
+        hardware=draw(_mostly(None, "h100")) if backend != "hooks" else None,
     )
