@@ -165,7 +165,8 @@ def test_sharded_training_is_single_process_training(ranks: Pool, example: Examp
     assume(largest < 1e30)  # a few deep models outgrow fp32
     traces = ranks.run(train_sharded, example.world, example)
     tolerance, floor = tolerance_for(example, largest), FLOORS[example.narrowest]
-    found = differences(traces, expected, tolerance, floor=floor)
+    # A mean over three ranks is rounded, whatever it is the mean of.
+    found = differences(traces, expected, tolerance, loss_tolerance=max(tolerance, 1e-12), floor=floor)
     if example.by_rank:
         for trace, buffers in zip(traces, reference.buffers, strict=True):
             found += named_differences("buffer", trace.buffers, buffers, tolerance, floor)
