@@ -267,7 +267,7 @@ class Example:
 
     @property
     def exact(self) -> bool:
-        """All that is computed are integers, or halves of them and so on."""
+        """All that is computed are integers."""
         return not self.has(ROUNDED) and self.precision == (None, None) and self.clip is None and self.optimizer != "adamw"
 
     @property
@@ -316,7 +316,8 @@ class Example:
             # A gradient that is zero but for rounding stays small beside this epsilon.
             return torch.optim.AdamW(model.parameters(), 0.01, eps=1e-2, weight_decay=0.1)
         momentum = 0.5 if self.optimizer == "momentum" else 0.0
-        return torch.optim.SGD(model.parameters(), 2.0**-2 if self.exact else 2.0**-6, momentum=momentum)
+        # With 1, integers stay integers up to the last gradient; the last step of momentum halves them once.
+        return torch.optim.SGD(model.parameters(), 1.0 if self.exact else 2.0**-6, momentum=momentum)
 
     def freeze(self, model: Stack, step: int) -> None:
         """Set what is trained in this step; the first layer and the head always are."""

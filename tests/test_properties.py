@@ -148,7 +148,7 @@ def largest_of(trace: Trace) -> float:
 
 
 def tolerance_for(example: Example, largest: float) -> float:
-    """0 where every partial sum has digits enough: the values themselves leave 8 bits to sums that cancel, and to halves."""
+    """0 where every partial sum has digits enough: what it sums may be 2^8 times what comes out."""
     is_exact = example.exact and largest * 2**8 < 2 / torch.finfo(example.dtype).eps
     return 0.0 if is_exact else TOLERANCES[example.narrowest]
 
