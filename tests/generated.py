@@ -21,9 +21,12 @@ TOKENS = 5
 
 
 class Plain(nn.Module):
+    """A layer, of a dtype of its own or not."""
+
     def __init__(self, width: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width, dtype=dtype)
+        self.linear = nn.Linear(width, width)
+        self.dtype = dtype  # its own, None for that of the model
 
     def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
         return self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
@@ -218,9 +221,9 @@ class Stack(nn.Module):
         if kind == "repeated" and self.blocks:
             return self.blocks[-1]
         built = BLOCKS[kind](width)
-        layers = [block.linear for block in self.blocks if isinstance(block, Plain)]
+        layers = [block for block in self.blocks if isinstance(block, Plain)]
         if kind == "tied" and layers:
-            built.linear.weight = layers[0].weight
+            built.linear.weight, built.dtype = layers[0].linear.weight, layers[0].dtype
         return built
 
     def forward(self, inputs: Tensor) -> dict[str, Tensor]:
@@ -287,11 +290,10 @@ class Example:
             model = Stack(self.width, self.blocks, self.tokens, self.tied_head, self.two_outputs, torch.abs if self.exact else torch.tanh)
             if self.exact:
                 fill_with_integers(model)
-        islands = [block for block in model.blocks if isinstance(block, Plain) and block.linear.weight.dtype != torch.float32]
-        dtypes = [block.linear.weight.dtype for block in islands]
         model.to(self.dtype)
-        for block, dtype in zip(islands, dtypes, strict=True):
-            block.to(dtype)
+        for block in model.blocks:
+            if isinstance(block, Plain) and block.dtype is not None:
+                block.to(block.dtype)
         return model
 
     def batch(self, step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -324,8 +326,7 @@ class Example:
         for block, module in zip(self.blocks, model.blocks, strict=True):
             trained = {"always": False, "first step": step > 0, "later steps": step == 0}.get(block.frozen, True)
             for index, parameter in enumerate(module.parameters()):
-                if parameter is not getattr(model.first, "weight", None):
-                    parameter.requires_grad_(trained and not (block.frozen == "first parameter" and index == 0))
+                parameter.requires_grad_(trained and not (block.frozen == "first parameter" and index == 0))
 
     def config(self, memory_limit_bytes: int | None = None) -> Config:
         settings: dict[str, Any] = {}
