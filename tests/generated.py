@@ -264,6 +264,7 @@ class Example:
     keep_whole: bool
     tight_limit: bool
     hardware: str | None
+    recompute: str | float | tuple[str, ...] | None
 
     def has(self, kinds: set[str]) -> bool:
         return any(block.kind in kinds for block in self.blocks)
@@ -341,6 +342,7 @@ class Example:
             reduce_dtype=reduce_dtype,
             memory_limit_bytes=memory_limit_bytes,
             hardware=self.hardware,
+            recompute=self.recompute,
             keep_whole_bytes=300 if self.keep_whole else 0,
             hooks=TIGHT if self.small_buckets else HookLimits(),
             **settings,
@@ -398,4 +400,5 @@ def examples(draw: st.DrawFn) -> Example:
         keep_whole=draw(_mostly(False, True)),
         tight_limit=backend != "hooks" and draw(_mostly(False, True)),
         hardware=draw(_mostly(None, "h100")) if backend != "hooks" else None,
+        recompute=draw(_mostly(None, "blocks", "selective", ("blocks.[02]",), *([] if backend == "hooks" else [0.5]))),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from zerofx import _torch
+from zerofx.buffers import Buffers
 from zerofx.coordinator import Coordinator
 from zerofx.eventlog import EventLog
 from zerofx.params import Param
@@ -134,14 +135,18 @@ class HookedRuntime(Runtime):
         """Run the forward of a submodule between its hooks; outside of the model's forward and backward, run it plainly."""
         if not self.inside:
             return plain(module, *args, **kwargs)
-        if module not in self._recomputed or not self.in_forward or not torch.is_grad_enabled():
+        if module not in self._recomputed or not torch.is_grad_enabled():
             return self._call(plain, module, args, kwargs)
         # inputs are passed on, so that torch sees whose random numbers to draw again
-        run = functools.partial(self._again, plain, module, kwargs)
+        run = functools.partial(self._again, plain, module, kwargs, Buffers(module))
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
 
-    def _again(self, plain: Forward, module: nn.Module, kwargs: dict[str, Any], *args: Any) -> Any:
-        return self._call(plain, module, args, kwargs)
+    def _again(self, plain: Forward, module: nn.Module, kwargs: dict[str, Any], buffers: Buffers, *args: Any) -> Any:
+        """Run a submodule for the first time, or again in a backward."""
+        with buffers.as_found():
+            result = self._call(plain, module, args, kwargs)
+        buffers.hold()
+        return result
 
     def _call(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, self._pass)
