@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +51,12 @@ def without_modes() -> Iterator[None]:
 
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+def outside_checkpoints() -> AbstractContextManager[None]:
+    """Let torch's selective checkpoint see nothing of what runs within: it records what a function computes, to compute it again."""
+    recording = any(type(mode).__module__ == torch.utils.checkpoint.__name__ for mode in dispatch_modes())
+    return without_modes() if recording else nullcontext()
 
 
 def dispatch_modes() -> list[Any]:

@@ -150,7 +150,8 @@ class HookedRuntime(Runtime):
 
     def _call(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, self._pass)
-        call.held = self._coordinator.fetch_sub_module(module)
+        with _torch.outside_checkpoints():
+            call.held = self._coordinator.fetch_sub_module(module)
         self._log.compute(self._names[module], again=not self.in_forward)
         self._watch_inputs(call, args, kwargs)
         self._stack.append(call)
@@ -158,7 +159,8 @@ class HookedRuntime(Runtime):
         self._stack.pop()
         call.within.callers.update(call.held)
         self._watch_outputs(call, result)
-        self._coordinator.release_sub_module(call.held)
+        with _torch.outside_checkpoints():
+            self._coordinator.release_sub_module(call.held)
         call.held = ()
         return result
 
@@ -208,6 +210,10 @@ class HookedRuntime(Runtime):
                 self._coordinator.keep([index], "the model returns a parameter", "return a copy of it")
 
     def read(self, index: int) -> Tensor:
+        with _torch.outside_checkpoints():
+            return self._read(index)
+
+    def _read(self, index: int) -> Tensor:
         if self._stack and not self._coordinator.is_held(index):
             call = self._stack[-1]
             call.held += self._coordinator.fetch_external(call.module, index)
