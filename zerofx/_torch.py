@@ -66,6 +66,12 @@ def dispatch_modes() -> list[Any]:
     return _get_current_dispatch_mode_stack()
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for another inside ``torch.func`` (``vmap``, ``grad``, ``jvp``): it has no storage of its own."""
+    # Private; has been there since functorch joined torch. torch.func has no public name for it.
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's own local tensor; ``to_local`` would add an autograd node."""
     assert isinstance(tensor, DTensor)

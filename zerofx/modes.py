@@ -76,6 +76,9 @@ class Addresses(TorchFunctionMode):
         if storage is not None and func in _ADDRESSES:
             with _torch.without_modes():
                 self._storages.pin(storage)
+        elif storage is not None and func is Tensor.__deepcopy__:  # copies the storage, and how large that is it asks unseen
+            with _torch.without_modes():
+                self._storages.use([storage], gather=True)
         result = func(*args, **(kwargs or {}))
         if storage is not None and func == _SET_DATA:
             with _torch.without_modes():

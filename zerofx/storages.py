@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import runtime, sharding
+from zerofx import _torch, runtime, sharding
 from zerofx.groups import Group
 from zerofx.params import Param, choose_dim
 
@@ -70,9 +70,9 @@ class Storages:
         return storage if storage in self._held else None
 
     def is_all(self, tensor: Tensor) -> bool:
-        """Whether a tensor is all of the storage that it lies in."""
-        held = self._held[tensor.untyped_storage()]
-        return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == _bytes(held.param)
+        """Whether a tensor is all of one of these storages."""
+        held = self._held.get(tensor.untyped_storage())
+        return held is not None and tensor.is_contiguous() and tensor.numel() * tensor.element_size() == _bytes(held.param)
 
     def use(self, storages: Collection[UntypedStorage], *, gather: bool) -> None:
         """Open these and close all others; ``gather`` their values, or leave them to be written."""
@@ -180,6 +180,7 @@ class _Heap:
 def checksum(whole: Tensor) -> int:
     """Return a number that differs when values do, whatever their dtype: the sum of their memory, read as integers."""
     raw = whole.contiguous().view(-1).view(torch.uint8)
+    raw = raw.clone() if raw.storage_offset() % 8 else raw  # a view of more memory, that begins where no integer may
     words = raw.numel() // 8 * 8
     return int(raw[:words].view(torch.int64).sum()) + int(raw[words:].sum())
 
@@ -193,4 +194,5 @@ def _bytes(param: Param) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    is_ordinary = type(tensor) in (Tensor, nn.Parameter) and not _torch.is_transformed(tensor)
+    return is_ordinary and tensor.layout is torch.strided and not tensor.is_meta

@@ -39,6 +39,7 @@ class Constructor(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.square = nn.Linear(6, 6)
         self.half = nn.Linear(6, 6).to(torch.bfloat16)
+        self.inside = nn.Parameter(torch.randn(13)[1:].view(4, 3))  # a part of more memory
         nn.init.orthogonal_(self.square.weight)
         self.hidden.bias.no_decay = True
         self.apply(self._init_weights)
@@ -51,6 +52,9 @@ class Constructor(nn.Module):
             self.recurrent.weight_ih_l0[:2] = 4
             self.square.weight.view(-1)[5] = 9
             self.square.bias.numpy()[:] = 5
+            self.register_buffer("copied", torch.empty(7, 6).copy_(self.hidden.weight))
+            self.kept = copy.deepcopy(self.embedding.weight.data)
+            self.listed[0].copy_(torch.func.vmap(lambda row: row / self.named["scalar"])(self.listed[0]))
         self.drawn_last = torch.rand(3)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -84,6 +88,7 @@ def build(rank: int, world: int) -> list[str]:
     found += [name for name, tensor in model.named_parameters() if not isinstance(tensor, DTensor)]
     # constants that are no members, ties, the lists that modules keep, and the numbers that come next
     assert torch.equal(model.scale, plain.scale)
+    assert torch.equal(model.kept, plain.kept)
     assert torch.equal(model.drawn_last, plain.drawn_last)
     assert torch.equal(torch.rand(2), drawn_after)
     assert model.head.weight is model.embedding.weight
