@@ -176,7 +176,8 @@ def resume(rank: int, world: int, directory: str) -> list[str]:
     for stage, backend in ((1, "hooks"), (3, "aot_eager")):
         torch.manual_seed(rank)
         model = zerofx.compile(Mixed(), stage=stage, backend=backend)
-        optimizers = [torch.optim.AdamW(model.first.parameters(), 0.1), torch.optim.SGD(model.last.parameters(), 0.1, momentum=0.9)]
+        first, last = [model.scale, *model.first.parameters()], model.last.parameters()
+        optimizers = [torch.optim.AdamW(first, 0.1), torch.optim.SGD(last, 0.1, momentum=0.9)]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
@@ -198,7 +199,7 @@ def resume(rank: int, world: int, directory: str) -> list[str]:
         expected = train(model, optimizers, scheduler, scaler, 2)
         torch.manual_seed(7)
         again = zerofx.compile(Mixed(), stage=stage, backend=backend)
-        others = [torch.optim.AdamW(again.first.parameters(), 0.3), torch.optim.SGD(again.last.parameters(), 0.3)]
+        others = [torch.optim.AdamW([again.scale, *again.first.parameters()], 0.3), torch.optim.SGD(again.last.parameters(), 0.3)]
         other_scheduler, other_scaler = torch.optim.lr_scheduler.StepLR(others[0], 5), torch.amp.GradScaler("cpu")
         extras = zerofx.load(f"{directory}/{stage}", again, others)
         other_scheduler.load_state_dict(extras["scheduler"])

@@ -61,10 +61,13 @@ def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> I
     try:
         with _rank_0_draws(mesh, group), site.watching():
             yield
-    except Exception as error:
+    except BaseException as error:
         site.abandon()
-        failed = ShardingError(f"{type(error).__name__} inside zerofx.init", where="zerofx.init", why=str(error), remedy="see that rank")
-        groups.exchange((failed, []), mesh, group)
+        if isinstance(error, Exception):  # an interrupt waits for nobody
+            failed = ShardingError(
+                f"{type(error).__name__} inside zerofx.init", where="zerofx.init", why=str(error), remedy="see that rank"
+            )
+            groups.exchange((failed, []), mesh, group)
         raise
     site.finish()
 

@@ -106,6 +106,7 @@ def optimizer_targets(owners: Owners, entries: Mapping[str, Any], misfits: Misfi
     targets: Named = {}
     if owners.optimizers and not any(key.startswith(GROUPS) for key in entries):
         misfits.add(MISSING, "the state of any optimizer")
+    scalars = _scalars(owners, entries)
     for key, entry in entries.items():
         if not owners.optimizers or not key.startswith((STATE, GROUPS)):
             continue
@@ -114,11 +115,26 @@ def optimizer_targets(owners: Owners, entries: Mapping[str, Any], misfits: Misfi
             misfits.add(UNEXPECTED, f"optimizer state {key.removeprefix(STATE)}")
         elif not isinstance(entry, TensorStorageMetadata):
             targets[key] = None
-        elif name is None or not entry.size:
+        elif name is None or _last(key) in scalars:
             targets[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
             targets[key] = _empty_beside(owners.by_name[name], entry)
     return targets
+
+
+def _scalars(owners: Owners, entries: Mapping[str, Any]) -> set[str]:
+    """Return the names of states that are no tensor like their parameter: a parameter without dimensions does not tell."""
+    found = {"step"}  # which torch's optimizers know by this name, too
+    for key, entry in entries.items():
+        if key.startswith(STATE) and isinstance(entry, TensorStorageMetadata) and not entry.size:
+            name = _owner(key.removeprefix(STATE), owners.by_name)
+            if name is not None and owners.by_name[name].ndim:
+                found.add(_last(key))
+    return found
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _owner(key: str, by_name: Mapping[str, Any]) -> str | None:
