@@ -1,5 +1,7 @@
 """Steps that ranks take together through their store: answers, errors and deadlines that all of them see."""
 
+import os
+import socket
 import time
 from typing import Any
 
@@ -41,6 +43,8 @@ def come_late(rank: int, world: int) -> tuple[list[Failure], Any]:
     steps = Consensus("late", group(rank, world), 0.5)
     if rank == 1:
         dist.barrier()
+    if rank == 0:
+        time.sleep(0.1)  # the others give up before it unless they let it answer
     failure = failure_of(lambda: steps.step("late", lambda: (None, rank), lambda given: given))
     if rank != 1:
         dist.barrier()
@@ -52,6 +56,29 @@ def come_late(rank: int, world: int) -> tuple[list[Failure], Any]:
 def test_a_rank_that_comes_late(ranks: Pool) -> None:
     started = time.monotonic()
     for rank, (failures, answer) in enumerate(ranks.run(come_late, 3)):
-        assert_four_parts(failures[0], "RankMismatchError", "late", "rank")
+        assert_four_parts(failures[0], "RankMismatchError", "late", "ranks 0, 2 did not" if rank == 1 else "rank 1 did not")
         assert answer == (None, rank)
     assert time.monotonic() - started < 60
+
+
+def lose_the_store(rank: int, world: int, port: int) -> Failure:
+    """Rank 0, which keeps the store, dies while the other waits for it."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    steps = Consensus("lost", group(rank, world), 60.0)
+    steps.step("before", lambda: (None, rank), lambda given: given)
+    if rank == 0:
+        os._exit(1)
+    return failure_of(lambda: steps.step("after", lambda: (None, rank), lambda given: given))
+
+
+def test_the_store_is_gone(ranks: Pool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    first, other = ranks.outcomes(lose_the_store, 2, port, group=False)
+    assert first.failure is not None
+    assert first.failure.type_name == "Died"
+    assert_four_parts(other.value, "RankLostError", "after", "rank 1", "store")

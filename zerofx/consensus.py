@@ -13,6 +13,7 @@ import torch.distributed as dist
 from zerofx import _torch
 from zerofx.errors import CheckpointError, RankMismatchError, ZerofxError
 from zerofx.groups import Group
+from zerofx.rendezvous import reachable
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class Consensus:
         """Run ``local`` on every rank, for what it keeps and what it gives, then ``lead`` on the first rank with all that was given.
 
         Returns what ``local`` kept, and this rank's part of what ``lead`` answered.
-        Raises what any rank raised, on all of them; RankMismatchError where a rank has not come ``timeout_s`` after this one.
+        Raises what any rank raised, on all of them; RankMismatchError where a rank has not come ``timeout_s`` after this one;
+        RankLostError where the process that keeps the store is gone.
         """
         kept: Any = None
         given: Any
@@ -51,7 +53,11 @@ class Consensus:
             kept, given = local()
         except Exception as error:
             failure, given = error, _described(error, where, self.group.rank)
-        answer = _answers([given], lead, where)[0] if self.group.size == 1 else self._exchanged(where, given, lead)
+        if self.group.size == 1:
+            answer = _answers([given], lead, where)[0]
+        else:
+            with reachable(f"{where}, rank {self.group.rank}"):
+                answer = self._exchanged(where, given, lead)
         if failure is not None:
             raise given from (failure.__cause__ if given is failure else failure)
         if isinstance(answer, ZerofxError):
@@ -91,7 +97,8 @@ class Consensus:
 
     def _follow(self, store: dist.Store, base: str, where: str) -> Any:
         mark, answer = f"{base}/mark/{self.group.rank}", f"{base}/answer/{self.group.rank}"
-        if not _poll(lambda: store.check([answer]), self.timeout_s):
+        # longer than the first rank, which came at about the same time and answers all alike if it is there
+        if not _poll(lambda: store.check([answer]), self.timeout_s + min(self.timeout_s, PICK_UP_S)):
             missing = [rank for rank in range(self.group.size) if not store.check([f"{base}/mark/{rank}"])]
             # Where the first rank has just taken it, an answer is on its way.
             if store.compare_set(mark, HERE, GONE) == GONE.encode():

@@ -6,7 +6,7 @@ import json
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -197,14 +197,19 @@ class Rendezvous:
                 beats[rank] = beat
         return lives
 
-    @contextmanager
-    def _reachable(self) -> Iterator[None]:
-        try:
-            yield
-        except dist.DistNetworkError as error:
-            raise RankLostError(
-                "the store of the process group is out of reach",
-                where=f"rank {self._rank}, meeting {self._count} of the ranks",
-                why=f"the process that keeps it, mostly rank 0, is gone: {str(error).splitlines()[0]}",
-                remedy="see the logs of that process; start the ranks again from the last checkpoint",
-            ) from error
+    def _reachable(self) -> AbstractContextManager[None]:
+        return reachable(f"rank {self._rank}, meeting {self._count} of the ranks")
+
+
+@contextmanager
+def reachable(where: str) -> Iterator[None]:
+    """Raises RankLostError where the store of the process group is used within and cannot be reached."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise RankLostError(
+            "the store of the process group is out of reach",
+            where=where,
+            why=f"the process that keeps it, mostly rank 0, is gone: {str(error).splitlines()[0]}",
+            remedy="see the logs of that process; start the ranks again from the last checkpoint",
+        ) from error
