@@ -10,6 +10,7 @@ import struct
 import uuid
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +59,7 @@ class Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._remove_leftovers()
         name = uuid.uuid4().hex
         plans = super().prepare_global_plan(plans)
         for plan in plans:
@@ -92,7 +94,18 @@ class Writer(FileSystemWriter):
         os.replace(temporary, self.path / METADATA)
         _sync_directory(self.path)
         _sync_directory(self.path.absolute().parent)
-        used = {entry.relative_path for entry in metadata.storage_data.values()}
+        self._remove_all_but(metadata)
+
+    def _remove_leftovers(self) -> None:
+        """Make room: remove what saves wrote that did not finish."""
+        if not (self.path / METADATA).exists():
+            self._remove_all_but(None)
+            return
+        with suppress(CheckpointError):  # of a damaged checkpoint nobody knows which files are its own
+            self._remove_all_but(Reader(self.path).read_metadata())
+
+    def _remove_all_but(self, metadata: Metadata | None) -> None:
+        used = set() if metadata is None else {entry.relative_path for entry in metadata.storage_data.values()}
         for file_path in self.path.glob(f"*{DEFAULT_SUFFIX}"):
             if file_path.name not in used:
                 file_path.unlink()
