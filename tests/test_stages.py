@@ -1,5 +1,6 @@
 """What users do between forwards, backwards and steps, at every stage, beside one process that does the same."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -259,6 +260,34 @@ def test_parameters_that_stay_whole_change_nothing(ranks: Pool, settings: dict[s
             half = sum(param.nbytes for param in case.model().parameters()) // 2
             by_rank = ranks.run(records_at_stages, world, case.name, scenario, (3,), {**settings, "keep_whole_bytes": half})
             assert record_differences([records[0] for records in by_rank], expected) == [], f"{scenario.__name__}, world {world}"
+
+
+class Twice(nn.Module):
+    """Two layers whose gradients are equal, which a graph computes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+def add_up_equal_gradients(rank: int, world: int) -> list[list[Tensor]]:
+    found = []
+    for stage in (0, 1, 3):
+        model = zerofx.compile(Twice(), stage=stage, backend="aot_eager")
+        for index in range(4):
+            with nullcontext() if index == 3 else zerofx.no_sync(model):
+                model(torch.ones(1, 2)).sum().backward()
+        found.append([gradient for gradient in whole_gradients(model).values() if gradient is not None])
+    return found
+
+
+def test_equal_gradients_add_up_apart(ranks: Pool) -> None:
+    for world in (1, 2):
+        for gradients in itertools.chain(*ranks.run(add_up_equal_gradients, world)):
+            assert [gradient.unique().tolist() for gradient in gradients] == [[4.0]] * 4, f"world {world}"
 
 
 def train_at_changing_stages(rank: int, world: int) -> list[list[Tensor]]:

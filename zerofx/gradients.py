@@ -80,14 +80,21 @@ class Gradients:
             locals_ = self._with_leftovers(locals_)
             locals_ = self._with_others(locals_, self._agreement.end())
         found: list[Tensor | None] = []
+        taken = set()
         for index, local in enumerate(locals_):
-            kept = self._kept.pop(index, None)
-            if kept is not None:
-                found.append(self.dtensor(index, kept, Partial("avg" if self._config.reduce == "mean" else "sum")))
-            elif local is None:
-                found.append(None)
+            placement: Placement | None = None
+            grad = self._kept.pop(index, None)
+            if grad is not None:
+                placement = Partial("avg" if self._config.reduce == "mean" else "sum")
+            elif local is not None:
+                grad = self._unpad(index, owned(local))
             else:
-                found.append(self.dtensor(index, self._unpad(index, owned(local)), None))
+                found.append(None)
+                continue
+            # A graph computes equal gradients once; each adds up in memory of its own.
+            memory = grad.untyped_storage()._cdata, grad.storage_offset()
+            found.append(self.dtensor(index, grad.clone() if memory in taken else grad, placement))
+            taken.add(memory)
         return found
 
     def _with_leftovers(self, locals_: Sequence[Tensor | None]) -> list[Tensor | None]:
