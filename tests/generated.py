@@ -372,6 +372,10 @@ def examples(draw: st.DrawFn) -> Example:
     has_digits = rounds and not in_bfloat16 and all(block.kind != "bfloat16" for block in blocks)
     backend = draw(st.sampled_from(["hooks", "aot_eager"]))
     micro_batches = draw(st.sampled_from([1, 1, 2, 3]))
+    amounts = [] if backend == "hooks" else [0.5]
+    # A checkpoint of the user's own updates the buffers of what it computes again, a second time; within one of ours, at another time.
+    kinds_checkpointed = {block.kind for block in blocks if block.checkpointed}
+    updates_twice = "repeated" in kinds_checkpointed and any(block.kind in CHANGES_BUFFERS for block in blocks)
     return Example(
         blocks=tuple(blocks),
         width=draw(st.sampled_from([4, 1, 2, 3, 5])),
@@ -400,5 +404,5 @@ def examples(draw: st.DrawFn) -> Example:
         keep_whole=draw(_mostly(False, True)),
         tight_limit=backend != "hooks" and draw(_mostly(False, True)),
         hardware=draw(_mostly(None, "h100")) if backend != "hooks" else None,
-        recompute=draw(_mostly(None, "blocks", "selective", ("blocks.[02]",), *([] if backend == "hooks" else [0.5]))),
+        recompute=None if updates_twice else draw(_mostly(None, "blocks", "selective", ("blocks.[02]",), *amounts)),
     )

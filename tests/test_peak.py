@@ -1,6 +1,7 @@
 """The peak that a plan predicts is the peak that a step has."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +57,9 @@ def _measured(build: Callable[[], nn.Module], batch: Tensor, world_size: int, co
     return min(found[1:])  # the first compiles
 
 
-def _check(name: str, world_size: int, stage: int, backend: str) -> None:
+def _check(name: str, world_size: int, stage: int, backend: str, **settings: Any) -> None:
     build, feed = MODELS[name]
-    config = Config(stage=stage, backend=backend)
+    config = Config(stage=stage, backend=backend, **settings)
     measured = _measured(build, feed(), world_size, config)
     planned = plan(build(), (feed(),), world_size=world_size, hardware="h100", config=config)
     print({"measured": measured, "planned": planned.step_peak_bytes})
@@ -75,6 +76,11 @@ def test_peak_of_a_gpt(world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_peak_of_other_models(name: str, stage: int) -> None:
     _check(name, 2, stage, "aot_eager")
+
+
+@pytest.mark.parametrize(("stage", "recompute"), [(3, "blocks"), (1, "selective"), (3, 0.5)])
+def test_peak_with_what_is_computed_again(stage: int, recompute: str | float) -> None:
+    _check("gpt", 2, stage, "aot_eager", recompute=recompute)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

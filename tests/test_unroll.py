@@ -197,5 +197,10 @@ def test_layers_that_do_not_are_all_traced(
     _compare(monkeypatch, build(), _rows(), depths)
 
 
+@pytest.mark.parametrize("recompute", ["blocks", "selective", 0.4, ("h.*.up",)])
+def test_what_is_computed_again_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, recompute: Any) -> None:
+    _compare(monkeypatch, TiedStack(7), _tokens(), [4], recompute=recompute)
+
+
 def test_what_is_kept_for_the_hardware_is_chosen_at_full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     _compare(monkeypatch, TiedStack(9), _tokens(), [4], backend="inductor", hardware=H100, memory_limit_bytes=1_200_000)

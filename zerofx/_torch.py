@@ -22,6 +22,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
+from torch._prims import rng_prims
 
 # Tensors without memory, for plans; torch.export is built on them.
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -39,6 +40,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 LazyGraphModule = _LazyGraphModule
+
+# What the partitioner makes of a random operator that the backward runs again; nothing public says so.
+run_and_save_rng_state, run_with_rng_state = rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
 
 # Skips autograd's dispatch in code that is already a backward, or that AOTAutograd made a forward of.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -70,6 +74,12 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for another inside ``torch.func`` (``vmap``, ``grad``, ``jvp``): it has no storage of its own."""
     # Private; has been there since functorch joined torch. torch.func has no public name for it.
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def static(value: torch.Tensor, fake: Any) -> torch.Tensor:
+    """Return a fake of a tensor, beside another fake, whose sizes are numbers."""
+    made: torch.Tensor = fake.fake_mode.from_tensor(value, static_shapes=True)
+    return made
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

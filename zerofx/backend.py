@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zerofx import _torch, ops
+from zerofx import _torch, ops, randomness
 from zerofx.activations import choose, extents_of, kept
 from zerofx.agreement import Unit
 from zerofx.errors import MemoryLimitError, ZerofxError
@@ -231,6 +231,7 @@ class Tracing:
         compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
         start = time.perf_counter()
         forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
+        randomness.settle(forward, backward)
         self.compilation.spend("partition", start)
         return replace(traced, module=forward, phase=Phase.FORWARD), replace(traced, module=backward, phase=Phase.BACKWARD)
 

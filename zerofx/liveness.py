@@ -138,6 +138,9 @@ def _aliased(node: Node) -> Node | None:
 
 def _sizes(value: Any, standing: frozenset[int]) -> Iterable[int]:
     for part in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(part, list | tuple):  # of an operator within an operator
+            yield sum(_sizes(part, standing))
+            continue
         storage = part.untyped_storage() if isinstance(part, Tensor) else None
         yield 0 if storage is None or storage._cdata in standing else storage.nbytes()
 
