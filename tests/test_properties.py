@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from hypothesis import assume, given, settings
@@ -104,14 +105,20 @@ def train(example: Example, model: nn.Module, run_step: Callable[[int], float], 
 def train_sharded(rank: int, world: int, example: Example) -> Trace:
     warnings.filterwarnings("ignore", "zerofx hooks: ")  # a branch changes the order of submodules, and that is said once
     limit = 1 if example.tight_limit else None
+    config = example.config(limit)
     while True:
-        model = zerofx.compile(example.model(), config=example.config(limit))
+        model = zerofx.compile(example.model(), config=config)
         try:
             return train(example, model, *on_rank(example, model, rank))
         except zerofx.MemoryLimitError as error:
             if limit is None or error.smallest_bytes <= limit:
                 raise
             limit = error.smallest_bytes
+            config = replace(config, memory_limit_bytes=limit)
+        except zerofx.ConfigError as error:
+            if not config.keeps_at_most or "of activations cannot be kept" not in str(error):
+                raise
+            config = replace(config, recompute="blocks")  # which keeps the least
 
 
 def on_rank(example: Example, model: nn.Module, rank: int) -> tuple[Callable[[int], float], Callable[[int], float]]:

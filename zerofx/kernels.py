@@ -50,7 +50,9 @@ class Kernel:
 
 
 def kernels(nodes: Sequence[Node]) -> list[Kernel]:
-    """Return the kernels of consecutive nodes, in the order of their last nodes; nodes that compute nothing are in none.
+    """Return the kernels of consecutive nodes, in the order of their last nodes, but each before those that read it.
+
+    Nodes that compute nothing are in none.
 
     A kernel is one op that Inductor does not write itself, such as a matrix product, or a chain that it fuses. Two nodes are in
     one chain where one reads the other row by row. A value is computed as late as all that read it allow; a sum over columns
@@ -141,9 +143,25 @@ class _Region:
                 written.add(base)
                 # a view may show more than there is (expanded) or less (sliced)
                 into[base] = max(into[base], min(read_bytes(node, source), bytes_of(base) or bytes_of(source)))
+        return [
+            _kernel(tuple(members[root]), reads[root].total(), [node for node in members[root] if node in written])
+            for root in self._ordered(members, reads)
+        ]
+
+    def _ordered(self, members: dict[Node, list[Node]], reads: dict[Node, Counter[Node]]) -> list[Node]:
+        """Return the roots of the chains: a chain may end behind what reads its first results."""
         place = {node: place for place, node in enumerate(self._level)}
-        ordered = sorted(members.items(), key=lambda item: place[item[1][-1]])
-        return [_kernel(tuple(group), reads[root].total(), [node for node in group if node in written]) for root, group in ordered]
+        left = sorted(members, key=lambda root: place[members[root][-1]], reverse=True)
+        found: dict[Node, None] = {}
+        while left:
+            root = left[-1]
+            before = [self._root(base) for base in reads[root] if self._computes(base)] if root not in found else []
+            missing = [other for other in dict.fromkeys(before) if other not in found and other is not root]
+            if missing:
+                left.extend(missing)
+            else:
+                found[left.pop()] = None
+        return list(found)
 
 
 def _kernel(nodes: tuple[Node, ...], read: int, written: list[Node]) -> Kernel:

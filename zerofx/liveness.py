@@ -71,7 +71,7 @@ def pieces(program: Program, steps: Sequence[Step], standing: frozenset[int]) ->
         dies[root] = max(dies[root], step_of.get(node, -1))
         for user in node.users:
             dies[root] = max(dies[root], end if user is output else step_of.get(user, -1))
-    found = []
+    found: dict[Root, Piece] = {}
     for node, root in roots.items():
         if root[0] is not node or (node.op != "placeholder" and node not in step_of):
             continue
@@ -80,8 +80,8 @@ def pieces(program: Program, steps: Sequence[Step], standing: frozenset[int]) ->
             last = max(dies[node, place], born)
             stays_inside = node.op != "placeholder" and steps[born].is_fused and last == born
             if size and not stays_inside:
-                found.append(Piece(born, last, size, _kind(node, last == end), module_of(node)))
-    return _written_in_place(found, steps)
+                found[node, place] = Piece(born, last, size, _kind(node, last == end), module_of(node))
+    return _written_in_place(found, roots, steps)
 
 
 def _roots(program: Program) -> dict[Node, Root]:
@@ -101,18 +101,42 @@ def _roots(program: Program) -> dict[Node, Root]:
     return roots
 
 
-def _written_in_place(found: list[Piece], steps: Sequence[Step]) -> list[Piece]:
-    """Let what a fused kernel writes take the place of what dies there."""
-    ending: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, piece in enumerate(found):
-        if piece.born < piece.dies < len(steps) and steps[piece.dies].is_fused and steps[piece.born].region == steps[piece.dies].region:
-            ending[piece.dies, piece.size_bytes].append(number)
-    result = list(found)
-    for piece in found:
-        if candidates := ending.get((piece.born, piece.size_bytes)):
-            taken = candidates.pop()
-            result[taken] = replace(found[taken], dies=piece.born - 1)
-    return result
+def _written_in_place(found: dict[Root, Piece], roots: dict[Node, Root], steps: Sequence[Step]) -> list[Piece]:
+    """Let what a fused kernel writes take the place of what dies there, where nothing that it writes later still reads that."""
+    result = dict(found)
+    born: dict[int, list[Root]] = defaultdict(list)
+    for root, piece in found.items():
+        if root[0].op != "placeholder" and steps[piece.born].is_fused:
+            born[piece.born].append(root)
+    for place, written in born.items():
+        read = _read_by(steps[place].nodes, written, roots)
+        for position, root in enumerate(written):
+            later = set().union(*(read[other] for other in written[position + 1 :]))
+            for source in read[root]:
+                dying = result.get(source)
+                if source not in later and dying is not None and _is_replaced(dying, found[root], steps):
+                    result[source] = replace(dying, dies=place - 1)
+                    break
+    return list(result.values())
+
+
+def _is_replaced(dying: Piece, written: Piece, steps: Sequence[Step]) -> bool:
+    same_region = steps[dying.born].region == steps[written.born].region
+    return dying.born < dying.dies == written.born and dying.size_bytes == written.size_bytes and same_region
+
+
+def _read_by(nodes: Sequence[Node], written: Sequence[Root], roots: dict[Node, Root]) -> dict[Root, dict[Root, None]]:
+    """Return which allocations from before a kernel each of those that it writes is computed from, through what it never stores."""
+    stored = {root[0] for root in written}
+    sources: dict[Node, dict[Root, None]] = {}
+    for node in nodes:
+        sources[node] = {}
+        for source in node.all_input_nodes:
+            if source not in sources:
+                sources[node][roots[source]] = None
+            elif source not in stored:
+                sources[node].update(sources[source])
+    return {root: sources[root[0]] for root in written}
 
 
 def _storage(node: Node) -> int | Node:
