@@ -81,6 +81,11 @@ BAD_SETTINGS: dict[str, dict[str, Any]] = {
     "limit text": {"memory_limit": "a lot"},
     "hardware": {"hardware": "tpu"},
     "hardware of a wrong type": {"hardware": 5},
+    "recompute text": {"recompute": "block"},
+    "recompute pattern": {"recompute": ("layer.*",)},
+    "recompute above 1": {"recompute": 1.5},
+    "recompute negative": {"recompute": -1},
+    "recompute of a wrong type": {"recompute": {"layers"}},
 }
 
 
@@ -305,6 +310,10 @@ def other_limit(rank: int) -> tuple[nn.Module, dict[str, Any]]:
     return nn.Linear(4, 4), {"memory_limit": None if rank else 10**6}
 
 
+def other_recompute(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    return nn.Sequential(nn.Linear(4, 4)), {"recompute": "blocks" if rank else "selective"}
+
+
 def bad_stage_on_one_rank(rank: int) -> tuple[nn.Module, dict[str, Any]]:
     return nn.Linear(4, 4), {"stage": 7 if rank else 3}
 
@@ -326,6 +335,7 @@ DIFFERENT: tuple[Callable[[int], tuple[nn.Module, dict[str, Any]]], ...] = (
     other_buffers,
     other_ties,
     other_stage,
+    other_recompute,
     other_limit,
     meta_on_one_rank,
 )

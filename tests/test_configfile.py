@@ -192,3 +192,16 @@ def test_any_file_is_settings_or_a_config_error(tmp_path_factory: pytest.TempPat
     if refused is not None:
         assert str(path) in refused.where
         assert all(part.strip() for part in (refused.what, refused.why, refused.remedy))
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "selective", "2GiB", 1_000_000, 0.5, ("h.*.mlp", "h.0"), None])
+def test_what_is_computed_again_is_read_back(tmp_path: Path, recompute: Any) -> None:
+    for suffix in ("toml", "json"):
+        path = tmp_path / f"settings.{suffix}"
+        path.write_text(getattr(Config(recompute=recompute), f"to_{suffix}")())
+        assert Config.from_file(path) == Config(recompute=recompute)
+
+
+def test_a_policy_cannot_be_in_a_file() -> None:
+    with pytest.raises(ConfigError, match="it is code"):
+        Config(recompute=lambda *_: True).to_json()

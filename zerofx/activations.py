@@ -49,10 +49,10 @@ def _is_parameter(node: Node) -> bool:
 
 
 def choose(options: Mapping[Extent, Kept], most_bytes: int) -> Choice:
-    """Return how much of each part to compute again so that at most so many bytes are kept, in little time.
+    """Return how much of each part to compute again so that at most so many bytes are kept, in little time; where that is too few, all.
 
     Each step takes the part, and the extent, that costs the fewest seconds a byte; of equal parts the first, whose activations would
-    lie longest. Raises ConfigError where nothing keeps so little.
+    lie longest. Parts are taken for independent: what one lets go of, another may have to keep.
     """
     parts = list(dict.fromkeys(call for option in options.values() for call in option.size_bytes))
     extents = list(options)
@@ -67,16 +67,21 @@ def choose(options: Mapping[Extent, Kept], most_bytes: int) -> Choice:
             if size > 0
         ]
         if not steps:
-            raise ConfigError(
-                f"at most {most_bytes:,} bytes of activations cannot be kept",
-                where="zerofx.compile(recompute=...), the first training step",
-                why=f"the inputs of the blocks, and what is outside of them, are {total:,} bytes",
-                remedy=f"allow {total:,} bytes, or make the batch smaller",
-            )
+            break
         _, _, call, extent, size = min(steps, key=lambda step: step[:2])
         levels[call] = extent
         total -= size
     return Choice(tuple(levels.items()))
+
+
+def too_few(most_bytes: int, least_bytes: int) -> ConfigError:
+    """Build the error for activations of which so few bytes cannot be kept."""
+    return ConfigError(
+        f"at most {most_bytes:,} bytes of activations cannot be kept",
+        where="zerofx.compile(recompute=...), the first training step",
+        why=f"the inputs of the blocks, and what is outside of them, are {least_bytes:,} bytes",
+        remedy=f"allow {least_bytes:,} bytes, or make the batch smaller",
+    )
 
 
 def _step(before: Kept, after: Kept, call: Call) -> tuple[int, float]:

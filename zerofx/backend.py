@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zerofx import _torch, ops, randomness
-from zerofx.activations import choose, extents_of, kept
+from zerofx.activations import Kept, choose, extents_of, kept, too_few
 from zerofx.agreement import Unit
 from zerofx.errors import MemoryLimitError, ZerofxError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
 from zerofx.presets import PRESETS
 from zerofx.program import Level, Phase, Program, Sync, results_of
-from zerofx.recomputing import Extent
+from zerofx.recomputing import Choice, Extent
 from zerofx.regions import Compiler
 from zerofx.render import Schedule
 from zerofx.runtime import Forward, Runtime, in_place_error
@@ -221,13 +221,13 @@ class Tracing:
         return program
 
     def _split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        if program.config.keeps_at_most:
-            program = self._keeping_less(program, joint_inputs, **kwargs)
-        forward, self._source = self._partitioned(self._run(program, Level.RECOMPUTED), joint_inputs, **kwargs)
+        parts = self._keeping_less if program.config.keeps_at_most else self._partitioned
+        forward, self._source = parts(program, joint_inputs, **kwargs)
         self.compilation.forward, self.compilation.backward = self._schedule([forward, self._source])
         return forward.module, self._source.module
 
-    def _partitioned(self, traced: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Program, Program]:
+    def _partitioned(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Program, Program]:
+        traced = self._run(program, Level.RECOMPUTED)
         compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
         start = time.perf_counter()
         forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
@@ -235,14 +235,25 @@ class Tracing:
         self.compilation.spend("partition", start)
         return replace(traced, module=forward, phase=Phase.FORWARD), replace(traced, module=backward, phase=Phase.BACKWARD)
 
-    def _keeping_less(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> Program:
-        """Choose what the backward computes again by what each part keeps, and spends, at each extent."""
-        machine, options = program.config.machine or PRESETS["h100"], {}  # for want of figures, those of some accelerator
-        for extent, choice in extents_of(list(program.graph.nodes)).items():
-            tried = self.backend.pipeline.run(replace(program, recompute=choice), [], Level.RECOMPUTED)
-            options[extent] = kept(*self._partitioned(tried, joint_inputs, **kwargs), kwargs["num_fwd_outputs"], machine)
-        most_bytes = program.config.kept_bytes(options[Extent.NOTHING].total_bytes)
-        return replace(program, recompute=choose(options, most_bytes))
+    def _keeping_less(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Program, Program]:
+        """Split a joint program so that no more activations are kept than ``Config.recompute`` says, by what each part keeps and costs."""
+        machine = program.config.machine or PRESETS["h100"]  # for want of figures, those of some accelerator
+        before = list(self.compilation.records)
+
+        def tried(choice: Choice) -> tuple[tuple[Program, Program], Kept]:
+            self.compilation.records[:] = before
+            parts = self._partitioned(replace(program, recompute=choice), joint_inputs, **kwargs)
+            return parts, kept(*parts, kwargs["num_fwd_outputs"], machine)
+
+        options = {extent: tried(choice)[1] for extent, choice in extents_of(list(program.graph.nodes)).items()}
+        most_bytes = aim_bytes = program.config.kept_bytes(options[Extent.NOTHING].total_bytes)
+        last: Choice | None = None
+        while (choice := choose(options, aim_bytes)) != last:
+            parts, found = tried(choice)
+            if found.total_bytes <= most_bytes:
+                return parts
+            last, aim_bytes = choice, aim_bytes - (found.total_bytes - most_bytes)
+        raise too_few(most_bytes, options[Extent.ALL].total_bytes)
 
     def _schedule(self, programs: list[Program]) -> list[Program]:
         """Schedule each program; where several do not fit the memory limit, raise the error that asks for the most."""
