@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 from torch.fx import Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx.origins import is_backward
 from zerofx.program import Level, Phase, Program, aliases, arguments, is_view
+from zerofx.recomputing import must_keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +40,5 @@ class Preserve:
         """Set the tags that the partitioner reads."""
         nodes = program.nodes()
         for name in plan:
-            nodes[name].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            must_keep(nodes[name])
         return program

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx.program import Level, Mark, Phase, Program
-from zerofx.recomputing import regions
+from zerofx.recomputing import must_keep, regions
 
 # Above any id that a user's own checkpoint regions get, and below that of gathers.
 _REGION = 1 << 20
@@ -48,8 +48,7 @@ class Recompute:
         nodes = program.nodes()
         for number, part in enumerate(plan):
             for name in part.kept:
-                nodes[name].meta["recompute"] = CheckpointPolicy.MUST_SAVE
-                nodes[name].meta.pop("ac_graph_id", None)
+                must_keep(nodes[name])
             for name in part.again:
                 meta = nodes[name].meta
                 meta["recompute"], meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, _REGION + number

@@ -72,6 +72,17 @@ def regions(nodes: Sequence[Node], recompute: Any) -> list[Region]:
     return [_region(call, inside, chosen.get(call, policy)) for call, inside in members.items()]
 
 
+def must_keep(node: Node) -> None:
+    """Tag a node for torch's partitioner: the backward computes neither it again, nor, as something to compute again, views of it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    left = [node]
+    while left:
+        for user in left.pop().users:
+            if is_view(user) and not is_backward(user):
+                user.meta.pop("recompute", None)  # of a checkpoint of the user's own
+                left.append(user)
+
+
 def policy_of(recompute: Any) -> Policy | None:
     """Return the policy by operator that ``Config.recompute`` names, None where it is no such."""
     return cheap if recompute == "selective" else recompute if callable(recompute) else None

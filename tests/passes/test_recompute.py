@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import zerofx
 from tests.programs import TiedStack, compilation, compiled
@@ -122,6 +122,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).view(4, 2, 8, 32)
         return torch.tanh(self.dropout(functional.scaled_dot_product_attention(y, y, y).reshape(4, 8, 64)))
+
+
+class Checkpoints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.h:
+            x = torch.relu(checkpoint(layer, x, use_reentrant=False))
+        return x.sum()
+
+
+def test_blocks_may_be_checkpointed_already() -> None:
+    found = compilation(compiled(Checkpoints(), torch.ones(4, 64), stage=3, recompute="blocks"))
+    assert [module for module, _ in _saved(found) if module == "h.0"] == []  # its result is the dropout's
 
 
 @pytest.mark.parametrize(("dropout", "count"), [(0.0, 0), (0.5, 2)])
