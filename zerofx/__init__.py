@@ -8,6 +8,7 @@ from zerofx.errors import (
     ConfigError,
     LossScaleError,
     MemoryLimitError,
+    OffloadError,
     RankLostError,
     RankMismatchError,
     ShardingError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from zerofx.gather import gathered
     from zerofx.lossscale import LossScale
     from zerofx.monitor import Monitor
+    from zerofx.offload import Offload
     from zerofx.plans import Plan, plan
     from zerofx.render import Schedule
     from zerofx.scaler import GradScaler
@@ -42,6 +44,8 @@ __all__ = [
     "LossScaleError",
     "MemoryLimitError",
     "Monitor",
+    "Offload",
+    "OffloadError",
     "Plan",
     "RankLostError",
     "RankMismatchError",
@@ -70,6 +74,7 @@ _HOMES = {
     "Imported": "zerofx.config",
     "LossScale": "zerofx.lossscale",
     "Monitor": "zerofx.monitor",
+    "Offload": "zerofx.offload",
     "Plan": "zerofx.plans",
     "Schedule": "zerofx.render",
     "estimate": "zerofx.estimates",

@@ -132,6 +132,11 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step that nobody who listens to steps hears of: torch wraps each class's own in a function that calls the hooks."""
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call once, when the running backward has ended; torch's own data parallels use it, there is no public way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

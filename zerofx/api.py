@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from zerofx.hardware import hardware as named_hardware
 from zerofx.hooks import HookedRuntime
 from zerofx.keepfp32 import kept_modules
 from zerofx.module import runtime_of
+from zerofx.offload import Offload
 from zerofx.params import Param
 from zerofx.passes import STAGES
 from zerofx.precision import precision_fields
@@ -44,6 +45,7 @@ def compile(
     methods: Sequence[str] = (),
     memory_limit: int | str | None = None,
     recompute: str | float | Sequence[str] | Callable[..., Any] | None = None,
+    offload: Offload | str | Mapping[str, Any] | None = None,
     backend: str = "inductor",
     hardware: Hardware | str | None = None,
     passes: Sequence[Any] = (),
@@ -63,9 +65,10 @@ def compile(
     parameters and communication buffers in flight. ``recompute`` says which activations the backward computes again instead of
     keeping them: ``"blocks"`` (all within the repeated blocks), ``"selective"`` (all but products and attention), patterns of
     qualified names, a policy as torch's ``create_selective_checkpoint_contexts`` takes, or how many to keep at most (a fraction such
-    as 0.5, or bytes). ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the
-    schedule is optimized for; without it, communication starts as early as it may. ``passes`` join the pipeline by their levels.
-    ``config`` replaces all other settings.
+    as 0.5, or bytes). ``offload`` (``{"optimizer": "disk:DIRECTORY"}``, or ``"optimizer"`` for the temporary directory) keeps
+    the state of optimizers in files, and in memory only what a step is working on. ``hardware`` (``"this_machine"``,
+    ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication starts as early as it may. ``passes``
+    join the pipeline by their levels. ``config`` replaces all other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
     RankMismatchError where ranks pass different models or settings.
@@ -83,6 +86,7 @@ def compile(
             methods=tuple(methods),
             memory_limit_bytes=parse_bytes(memory_limit, "memory_limit", "zerofx.compile(memory_limit=...)"),
             recompute=tuple(recompute) if isinstance(recompute, list) else recompute,  # type: ignore[arg-type]
+            offload=offload,
             hardware=hardware,
             passes=tuple(passes),
             keep_fp32=(keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32),
@@ -94,6 +98,8 @@ def compile(
         device = checks.check_model(model)
         checks.check_methods(model, settings.methods)
         checks.check_recompute(model, settings)
+        if isinstance(settings.offload, Offload):
+            settings.offload.check(device.type)
         kept = kept_modules(model, settings)
         checks.check_compiler(settings, device)
         mesh = checks.mesh_of(model, mesh, "zerofx.compile")

@@ -14,6 +14,8 @@ from zerofx.errors import ConfigError
 from zerofx.fieldtypes import read_from
 from zerofx.lossscale import LossScale
 from zerofx.migration import Component, Report
+from zerofx.names import check_names
+from zerofx.offload import Offload
 from zerofx.units import parse_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads settings without it
@@ -42,6 +44,16 @@ def _no_code(where: str, field: str, value: Any) -> ConfigError:
         why="it is code",
         remedy=f"leave {field} out of what is written (dataclasses.replace), and pass it to zerofx.compile",
     )
+
+
+def _offload(given: Any) -> Offload | None:
+    if given is None or isinstance(given, Offload):
+        return given
+    with read_from("zerofx.Config(offload=...)"):
+        if isinstance(given, Mapping):
+            return configfile.decoded(Offload, given, {})
+        check_names([given], ["optimizer"], where="", what="state to offload")
+        return Offload(optimizer="disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +88,8 @@ class Config:
     whole until an optimizer changes them, so that only the first of several micro-batches gathers them. ``recompute`` says which
     activations a backward computes again: those within the repeated ``"blocks"``, all but products and attention (``"selective"``),
     those within modules by patterns of qualified names, by a policy as torch's ``create_selective_checkpoint_contexts`` takes, or so
-    many that at most a fraction (a float), or a number of bytes, is kept. ``hardware`` are the figures that the schedule goes by, or
+    many that at most a fraction (a float), or a number of bytes, is kept. ``offload`` is an ``Offload``, or a dict of its fields:
+    optimizers' state lies on disk; ``"optimizer"`` is short for the usual ones. ``hardware`` are the figures that the schedule goes by, or
     the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither computing with them nor compiling, is an
     error on all; with None the ranks do not ask each other, and those that differ wait for ever.
     """
@@ -97,6 +110,7 @@ class Config:
     reduces_in_flight: int = 2
     keep_whole_bytes: int = 0
     recompute: str | float | tuple[str, ...] | Callable[..., Any] | None = None
+    offload: Offload | str | Mapping[str, Any] | None = None
     whole_graph: bool = False
     hardware: Hardware | str | None = None
     hooks: HookLimits = HookLimits()
@@ -184,6 +198,7 @@ class Config:
         return world_size if self.reduce == "mean" else 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "offload", _offload(self.offload))
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise ConfigError(
                 f"stage={self.stage!r} is not a ZeRO stage",

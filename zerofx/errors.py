@@ -47,6 +47,10 @@ class CheckpointError(ZerofxError):
     """What is saved or loaded does not fit the model, is damaged, or cannot be written."""
 
 
+class OffloadError(ZerofxError):
+    """What is offloaded finds no space, or could not be written."""
+
+
 class CompilerError(ZerofxError):
     """The backend that should compile the graphs is not usable here."""
 

@@ -23,9 +23,11 @@ from zerofx.errors import ShardingError, ZerofxError
 from zerofx.gradients import Gradients
 from zerofx.groups import Group
 from zerofx.module import meets_shard
+from zerofx.offload import Offload
 from zerofx.params import Param
 from zerofx.render import Schedule
 from zerofx.rendezvous import Rendezvous
+from zerofx.streaming import Streaming
 from zerofx.vacancies import Vacancies
 from zerofx.wholes import Versions, WholeCopies
 
@@ -67,6 +69,7 @@ class Runtime(ABC):
         self.wholes = WholeCopies(config, group, params, tensors, self.versions)
         self.agreement = self._new_agreement()
         self.gradients = Gradients(config, group, params, tensors, self.agreement)
+        self.streaming = Streaming(config.offload, group, tensors) if isinstance(config.offload, Offload) else None
         self._padded = [_padded(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -112,6 +115,8 @@ class Runtime(ABC):
             raise
 
     def _forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.streaming is not None:
+            self.streaming.settle(waits=False)  # here all ranks learn of it
         self._check_parameters()
         self.gradients.forget()
         self._shards_again = []  # of a backward that raised

@@ -1,0 +1,102 @@
+"""Tensors in files: mapped into memory for good, and resident only while they are used.
+
+A file has no name, so nobody else opens it, and the system frees its space when the process ends, however it does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class MappedFile:
+    """A private file with space for so many bytes, all set aside. Raises OSError where a disk has not so many."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # mode 0600, and unlinked
+        weakref.finalize(self, file.close)
+        self._number = file.fileno()
+        os.posix_fallocate(self._number, 0, nbytes)
+        self.memory = mmap.mmap(self._number, nbytes)
+        self._taken_bytes = 0
+
+    @property
+    def left_bytes(self) -> int:
+        return len(self.memory) - self._taken_bytes
+
+    def take(self, nbytes: int) -> int:
+        """Take the next bytes, in whole pages; return where they begin."""
+        start = self._taken_bytes
+        self._taken_bytes += pages_bytes(nbytes)
+        return start
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk. Raises OSError where it cannot be."""
+        os.fdatasync(self._number)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where in a file the storage of a tensor lies."""
+
+    file: MappedFile
+    start: int
+    nbytes: int
+
+    def advise(self, advice: int) -> None:
+        if self.nbytes:
+            self.file.memory.madvise(advice, self.start, self.nbytes)
+
+
+class MappedTensors:
+    """The tensors that lie in files; each is an ordinary tensor, and its place in a file is free again once nobody has it."""
+
+    def __init__(self) -> None:
+        self._regions: weakref.WeakKeyDictionary[UntypedStorage, Region] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self._regions
+
+    def move(self, tensor: Tensor, file: MappedFile) -> Tensor:
+        """Return a tensor of the same values, sizes and strides that lies in a file."""
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        nbytes = extent * tensor.element_size() if tensor.numel() else 0
+        region = Region(file, file.take(nbytes), nbytes)
+        moved = tensor
+        if nbytes:
+            moved = torch.frombuffer(file.memory, dtype=tensor.dtype, count=extent, offset=region.start)
+            moved = moved.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        self._regions[moved.untyped_storage()] = region
+        return moved
+
+    def read_ahead(self, tensors: Iterable[Tensor]) -> None:
+        """Let the system read what is not in its cache, beside what goes on here."""
+        for region in self._found(tensors):
+            region.advise(mmap.MADV_WILLNEED)
+
+    def evict(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors out of the memory of this process; what was written reaches the file."""
+        for region in self._found(tensors):
+            region.advise(mmap.MADV_DONTNEED)
+
+    def files(self) -> set[MappedFile]:
+        """Return the files that have tensors."""
+        return {region.file for region in self._regions.values()}
+
+    def _found(self, tensors: Iterable[Tensor]) -> Iterator[Region]:
+        for tensor in tensors:
+            if (region := self._regions.get(tensor.untyped_storage())) is not None:
+                yield region
+
+
+def pages_bytes(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,242 @@
+"""Optimizer steps whose state lies in files: parameters are updated window by window, and only one window's state is resident.
+
+A step of torch's optimizers walks through ``param_groups`` and treats each parameter by itself. So it is given, in the place of the
+optimizer, one that shares everything with it but has its groups in parts: before it goes on to the next part, the state of the last is
+written and leaves memory.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zerofx import _torch
+from zerofx.consensus import Consensus
+from zerofx.errors import ConfigError, OffloadError
+from zerofx.groups import Group
+from zerofx.mapped import MappedFile, MappedTensors, pages_bytes
+from zerofx.offload import Offload
+
+ParamGroup = dict[str, Any]
+
+_TIMEOUT_S = 600.0  # for a rank that comes to its first step later than the others
+_WHERE = "the step of an optimizer, with offload"
+
+
+class Streaming:
+    """Keeps the state of every optimizer of one model in files, from its first step on."""
+
+    def __init__(self, settings: Offload, group: Group, tensors: Sequence[nn.Parameter]) -> None:
+        self._settings, self._group = settings, group
+        self._own = {id(tensor) for tensor in tensors}
+        self._mapped = MappedTensors()
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        self._written: Future[None] | None = None
+        self._consensus = Consensus(f"{group.name}/offload", group, _TIMEOUT_S)
+        this = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            found = this()
+            return None if found is None or not found._own_of(optimizer) else found._before(optimizer, args, kwargs)
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (found := this()) is not None and (own := found._own_of(optimizer)):
+                found._after(optimizer, own)
+
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            weakref.finalize(self, handle.remove)
+
+    def settle(self, *, waits: bool = True) -> None:
+        """Wait for the last step's writing, or only look. Raises OffloadError where it failed."""
+        if self._written is None or not (waits or self._written.done()):
+            return
+        error = self._written.exception()
+        if error is not None:
+            raise OffloadError(
+                f"the state of an optimizer could not be written: {error}",
+                where=f"{self._settings.directory}, rank {self._group.rank}",
+                why="the system lost a part of what should be on that disk",
+                remedy="start again from the last checkpoint, with offload to another disk",
+            ) from error
+
+    def _own_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return an optimizer's parameters of this model, in its order."""
+        return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) in self._own]
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "the state of LBFGS is not offloaded",
+                where=_WHERE,
+                why="it is one of all parameters together, and a step needs all of it",
+                remedy="leave offload out, or take an optimizer with a state for each parameter",
+            )
+        self.settle()
+        if not _is_separable(optimizer):
+            self._set_aside(optimizer, {})
+            return None
+        stepping, *rest = args
+        return (_sharing(stepping, self._parts(optimizer, stepping.param_groups)), *rest), kwargs
+
+    def _after(self, optimizer: Optimizer, own: Sequence[nn.Parameter]) -> None:
+        self._mapped.evict(self._state_of(optimizer, own))
+        executor = ThreadPoolExecutor(1, thread_name_prefix="zerofx-offload")
+        self._written = executor.submit(_sync, self._mapped.files())
+        executor.shutdown(wait=False)
+
+    def _parts(self, optimizer: Optimizer, groups: Iterable[ParamGroup]) -> Iterator[ParamGroup]:
+        """Yield the groups of a step in parts, one window each."""
+        own = [tensor for tensor in self._own_of(optimizer) if tensor.grad is not None]
+        sizes = self._sizes_of_new(optimizer, own)
+        file = self._set_aside(optimizer, sizes)
+        for tensor in own:
+            sizes[tensor] = sizes.get(tensor, 0) + sum(_bytes(value) for _, value in self._large(optimizer, tensor))
+        places = {id(tensor): place for place, tensor in enumerate(own)}
+        for group in groups:
+            members = [tensor for tensor in group["params"] if tensor.grad is not None]
+            for window in windows([sizes.get(tensor, 0) for tensor in members], self._settings.window_bytes):
+                part = [members[place] for place in window]
+                mine = [places[id(tensor)] for tensor in part if id(tensor) in places]
+                if mine:
+                    self._read_ahead(optimizer, own[mine[0] :], sizes)
+                try:
+                    yield {**group, "params": part}
+                finally:
+                    self._leave(optimizer, own[mine[0] : mine[-1] + 1] if mine else [], file)
+
+    def _read_ahead(self, optimizer: Optimizer, coming: Sequence[nn.Parameter], sizes: Mapping[Tensor, int]) -> None:
+        """Let the system read what comes: this window and the next."""
+        total = 0
+        for tensor in coming:
+            total += sizes[tensor]
+            if total > 2 * self._settings.window_bytes:
+                break
+            self._mapped.read_ahead(self._state_of(optimizer, [tensor]))
+
+    def _leave(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter], file: MappedFile | None) -> None:
+        """Put what a window has made into the file, and take the window out of memory."""
+        for tensor in stepped:
+            for key, value in self._large(optimizer, tensor):
+                if file is not None and _local(value) not in self._mapped and file.left_bytes >= pages_bytes(_bytes(value)):
+                    self._move(optimizer.state[tensor], key, value, file)
+        self._mapped.evict(self._state_of(optimizer, stepped))
+        self._stepped.setdefault(optimizer, set()).update(map(id, stepped))
+
+    def _set_aside(self, optimizer: Optimizer, new: Mapping[Tensor, int]) -> MappedFile | None:
+        """Set aside a file for what a step will make, and for state that lies in memory, which is moved: on all ranks, or on none."""
+        waiting = [
+            (optimizer.state[tensor], key, value)
+            for tensor in self._own_of(optimizer)
+            for key, value in self._large(optimizer, tensor)
+            if _local(value) not in self._mapped
+        ]
+        total = sum(pages_bytes(_bytes(value)) for *_, value in waiting) + sum(new.values())
+        if not total:
+            return None
+
+        def create() -> tuple[MappedFile, None]:
+            try:
+                return MappedFile(self._settings.directory, total), None
+            except OSError as error:
+                raise OffloadError(
+                    f"there is no space for {total} bytes of optimizer state: {error.strerror}",
+                    where=f"{self._settings.directory}, rank {self._group.rank}",
+                    why="space for all of it is set aside before a step changes anything, and nothing was changed",
+                    remedy="make space there, or name another directory: offload={'optimizer': 'disk:DIRECTORY'}",
+                ) from error
+
+        file, _ = self._consensus.step(_WHERE, create, lambda given: given)
+        for state, key, value in waiting:
+            self._move(state, key, value, file)
+            self._mapped.evict([_local(state[key])])
+        return file
+
+    def _sizes_of_new(self, optimizer: Optimizer, own: Iterable[nn.Parameter]) -> dict[Tensor, int]:
+        """Return the bytes of files that a step will need for parameters that it has not seen, from one on zeros of their shape."""
+        seen, found = self._stepped.get(optimizer, set()), dict[Tensor, int]()
+        unseen = {id(tensor) for tensor in own if id(tensor) not in seen and not optimizer.state.get(tensor)}
+        for group in optimizer.param_groups:
+            known: dict[Any, int] = {}
+            for tensor in group["params"]:
+                if id(tensor) in unseen:
+                    kind = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.placements
+                    if kind not in known:
+                        known[kind] = self._trial(optimizer, group, tensor)
+                    found[tensor] = known[kind]
+        return found
+
+    def _trial(self, optimizer: Optimizer, group: ParamGroup, tensor: Tensor) -> int:
+        zero = torch.zeros_like(tensor)
+        zero.grad = torch.zeros_like(zero)
+        trial = _sharing(optimizer, [{**group, "params": [zero]}], state=defaultdict(dict))
+        _torch.step_without_hooks(trial)
+        return sum(pages_bytes(_bytes(value)) for _, value in self._large(trial, zero))
+
+    def _large(self, optimizer: Optimizer, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a parameter's state that belong into files, by their keys."""
+        return [
+            (key, value)
+            for key, value in optimizer.state.get(tensor, {}).items()
+            if isinstance(value, Tensor) and value.ndim and not value.requires_grad and _bytes(value) >= self._settings.min_bytes
+        ]
+
+    def _state_of(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [_local(value) for tensor in tensors for _, value in self._large(optimizer, tensor)]
+
+    def _move(self, state: dict[str, Any], key: str, value: Tensor, file: MappedFile) -> None:
+        moved = self._mapped.move(_local(value), file)
+        if isinstance(value, DTensor):
+            _torch.set_local_tensor(value, moved)
+        else:
+            state[key] = moved
+
+
+def windows(sizes_bytes: Sequence[int], most_bytes: int) -> Iterator[range]:
+    """Cut a sequence into runs of at most so many bytes; what has more is a run alone."""
+    start, total = 0, 0
+    for place, nbytes in enumerate(sizes_bytes):
+        if place > start and total + nbytes > most_bytes:
+            yield range(start, place)
+            start, total = place, 0
+        total += nbytes
+    if start < len(sizes_bytes):
+        yield range(start, len(sizes_bytes))
+
+
+def _is_separable(optimizer: Optimizer) -> bool:
+    """Whether a step treats each parameter by itself: torch's do, of others nothing is known."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+def _sharing(optimizer: Optimizer, groups: Iterable[ParamGroup], **other: Any) -> Optimizer:
+    """Return an optimizer of the same class that shares all with another one but what is given."""
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer), param_groups=groups, **other)
+    return made
+
+
+def _local(value: Tensor) -> Tensor:
+    return _torch.local_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _bytes(value: Tensor) -> int:
+    """Return the bytes that a rank has of a tensor at most, so that all ranks do the same where shards are uneven."""
+    shape = list(value.shape)
+    if isinstance(value, DTensor) and isinstance(placement := value.placements[0], Shard):
+        shape[placement.dim] = -(-shape[placement.dim] // value.device_mesh.size())
+    return math.prod(shape) * value.element_size()
+
+
+def _sync(files: Iterable[MappedFile]) -> None:
+    for file in files:
+        file.sync()
