@@ -137,6 +137,13 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
+def compiles_what_is_called() -> bool:
+    """Whether Dynamo compiles the functions that are called from here, although not this one; there is no public way."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call once, when the running backward has ended; torch's own data parallels use it, there is no public way."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -5,6 +5,7 @@ A file has no name, so nobody else opens it, and the system frees its space when
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, UntypedStorage
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 
 
 class MappedFile:
@@ -76,6 +79,15 @@ class MappedTensors:
             moved = moved.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
         self._regions[moved.untyped_storage()] = region
         return moved
+
+    def load(self, tensors: Iterable[Tensor]) -> None:
+        """Make tensors resident, to be read and written. Raises OSError where the disk fails, which would end the process at the access."""
+        for region in self._found(tensors):
+            try:
+                region.advise(_MADV_POPULATE_WRITE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a kernel before 5.14, which loads each page when it is touched
+                    raise
 
     def read_ahead(self, tensors: Iterable[Tensor]) -> None:
         """Let the system read what is not in its cache, beside what goes on here."""

@@ -6,7 +6,6 @@ once the storage is open.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from collections.abc import Collection, Iterator
@@ -18,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import _torch, runtime, sharding
 from zerofx.groups import Group
+from zerofx.heap import Heap
 from zerofx.params import Param, choose_dim
-
-_TRIM_BYTES = 2**24
 
 
 @dataclass(slots=True)
@@ -41,7 +39,7 @@ class Storages:
         self._mesh, self._group = mesh, group
         self._held: weakref.WeakKeyDictionary[UntypedStorage, Held] = weakref.WeakKeyDictionary()
         self._open: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
-        self._heap = _Heap()
+        self._heap = Heap()
 
     def add(self, tensor: Tensor) -> None:
         """Take charge of a parameter, open, and close the one before; one that cannot be cut, or shares its storage, is left whole."""
@@ -160,21 +158,6 @@ class Storages:
         """Return how a whole parameter is cut, without a place in a model's table."""
         shape = tuple(tensor.shape)
         return Param(0, (), shape, tensor.dtype, tensor.dtype, self._group.size, choose_dim(shape, self._group.size))
-
-
-class _Heap:
-    """Lets the system have what was freed: glibc keeps holes below 32 MiB, and the process grows by every parameter that it built."""
-
-    def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._freed_bytes = 0
-
-    def freed(self, nbytes: int) -> None:
-        """Count freed bytes; give back the pages of holes now and then, because each time walks the heap."""
-        self._freed_bytes += nbytes
-        if self._freed_bytes >= _TRIM_BYTES and self._trim is not None:
-            self._trim(0)
-            self._freed_bytes = 0
 
 
 def checksum(whole: Tensor) -> int:

@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zerofx import _torch
 from zerofx.consensus import Consensus
 from zerofx.errors import ConfigError, OffloadError
 from zerofx.groups import Group
+from zerofx.heap import Heap
 from zerofx.mapped import MappedFile, MappedTensors, pages_bytes
 from zerofx.offload import Offload
 
@@ -39,41 +41,58 @@ class Streaming:
     def __init__(self, settings: Offload, group: Group, tensors: Sequence[nn.Parameter]) -> None:
         self._settings, self._group = settings, group
         self._own = {id(tensor) for tensor in tensors}
-        self._mapped = MappedTensors()
+        self._mapped, self._heap = MappedTensors(), Heap()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         self._written: Future[None] | None = None
+        self._failure: OffloadError | None = None
         self._consensus = Consensus(f"{group.name}/offload", group, _TIMEOUT_S)
         this = weakref.ref(self)
 
+        @torch.compiler.disable(recursive=False)
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            found = this()
-            return None if found is None or not found._own_of(optimizer) else found._before(optimizer, args, kwargs)
+            found, is_compiled = this(), _torch.compiles_what_is_called()
+            return None if found is None else found._before(optimizer, args, kwargs, is_compiled)
 
+        @torch.compiler.disable(recursive=False)
         def after(optimizer: Optimizer, *_: Any) -> None:
-            if (found := this()) is not None and (own := found._own_of(optimizer)):
-                found._after(optimizer, own)
+            if (found := this()) is not None:
+                found._after(optimizer)
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             weakref.finalize(self, handle.remove)
 
     def settle(self, *, waits: bool = True) -> None:
-        """Wait for the last step's writing, or only look. Raises OffloadError where it failed."""
-        if self._written is None or not (waits or self._written.done()):
-            return
-        error = self._written.exception()
-        if error is not None:
-            raise OffloadError(
-                f"the state of an optimizer could not be written: {error}",
+        """Wait for the last step's writing, or only look. Raises OffloadError where it failed, or where anything did before."""
+        if self._written is not None and (waits or self._written.done()):
+            with self._failing():
+                self._written.result()
+            self._written = None
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Remember that the disk failed, so that all ranks raise when they next communicate."""
+        try:
+            yield
+        except OSError as error:
+            self._failure = OffloadError(
+                f"the disk fails under the state of an optimizer: {error}",
                 where=f"{self._settings.directory}, rank {self._group.rank}",
-                why="the system lost a part of what should be on that disk",
+                why="what it holds can be neither read nor written any more, so this model cannot be trained on",
                 remedy="start again from the last checkpoint, with offload to another disk",
-            ) from error
+            )
+            raise self._failure from error
 
     def _own_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return an optimizer's parameters of this model, in its order."""
         return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) in self._own]
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    @torch.compiler.disable
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) -> tuple[Any, Any] | None:
+        own = self._own_of(optimizer)
+        if not own:
+            return None
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
                 "the state of LBFGS is not offloaded",
@@ -82,13 +101,18 @@ class Streaming:
                 remedy="leave offload out, or take an optimizer with a state for each parameter",
             )
         self.settle()
-        if not _is_separable(optimizer):
+        if is_compiled or not _is_separable(optimizer):
             self._set_aside(optimizer, {})
+            self._load(optimizer, own)
             return None
         stepping, *rest = args
         return (_sharing(stepping, self._parts(optimizer, stepping.param_groups)), *rest), kwargs
 
-    def _after(self, optimizer: Optimizer, own: Sequence[nn.Parameter]) -> None:
+    @torch.compiler.disable
+    def _after(self, optimizer: Optimizer) -> None:
+        own = self._own_of(optimizer)
+        if not own:
+            return
         self._mapped.evict(self._state_of(optimizer, own))
         executor = ThreadPoolExecutor(1, thread_name_prefix="zerofx-offload")
         self._written = executor.submit(_sync, self._mapped.files())
@@ -106,22 +130,23 @@ class Streaming:
             members = [tensor for tensor in group["params"] if tensor.grad is not None]
             for window in windows([sizes.get(tensor, 0) for tensor in members], self._settings.window_bytes):
                 part = [members[place] for place in window]
-                mine = [places[id(tensor)] for tensor in part if id(tensor) in places]
-                if mine:
-                    self._read_ahead(optimizer, own[mine[0] :], sizes)
+                stepped = [tensor for tensor in part if id(tensor) in places]
+                if stepped:
+                    self._load(optimizer, stepped)
+                    self._read_ahead(optimizer, own[places[id(stepped[-1])] + 1 :], sizes)
                 try:
                     yield {**group, "params": part}
                 finally:
-                    self._leave(optimizer, own[mine[0] : mine[-1] + 1] if mine else [], file)
+                    self._leave(optimizer, stepped, file)
+
+    def _load(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
+        with self._failing():
+            self._mapped.load(self._state_of(optimizer, tensors))
 
     def _read_ahead(self, optimizer: Optimizer, coming: Sequence[nn.Parameter], sizes: Mapping[Tensor, int]) -> None:
-        """Let the system read what comes: this window and the next."""
-        total = 0
-        for tensor in coming:
-            total += sizes[tensor]
-            if total > 2 * self._settings.window_bytes:
-                break
-            self._mapped.read_ahead(self._state_of(optimizer, [tensor]))
+        """Let the system read the next window while this one is updated."""
+        following = next(windows((sizes[tensor] for tensor in coming), self._settings.window_bytes), range(0))
+        self._mapped.read_ahead(self._state_of(optimizer, coming[: len(following)]))
 
     def _leave(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter], file: MappedFile | None) -> None:
         """Put what a window has made into the file, and take the window out of memory."""
@@ -199,18 +224,19 @@ class Streaming:
             _torch.set_local_tensor(value, moved)
         else:
             state[key] = moved
+        self._heap.freed(_bytes(value))
 
 
-def windows(sizes_bytes: Sequence[int], most_bytes: int) -> Iterator[range]:
+def windows(sizes_bytes: Iterable[int], most_bytes: int) -> Iterator[range]:
     """Cut a sequence into runs of at most so many bytes; what has more is a run alone."""
-    start, total = 0, 0
+    start, end, total = 0, 0, 0
     for place, nbytes in enumerate(sizes_bytes):
         if place > start and total + nbytes > most_bytes:
             yield range(start, place)
             start, total = place, 0
-        total += nbytes
-    if start < len(sizes_bytes):
-        yield range(start, len(sizes_bytes))
+        total, end = total + nbytes, place + 1
+    if start < end:
+        yield range(start, end)
 
 
 def _is_separable(optimizer: Optimizer) -> bool:

@@ -1,0 +1,434 @@
+"""The state of optimizers on disk: the same training, in less memory, and what happens when the disk fails."""
+
+import ctypes
+import gc
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import zerofx
+from tests.models import GPT, ODD_SIZES
+from tests.ranks import Pool
+from tests.reference import backward
+from tests.stages import at_stage, compiled
+from zerofx.config import Config
+from zerofx.errors import ConfigError, OffloadError, ZerofxError
+from zerofx.mapped import MappedTensors
+from zerofx.module import runtime_of
+from zerofx.offload import Offload
+from zerofx.streaming import Streaming, windows
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "momentum": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, 0.01),  # it has its state before the first step
+}
+
+
+def tight(directory: Path) -> dict[str, Any]:
+    """Everything but scalars is in the file, and few parameters fit a window."""
+    return {"optimizer": f"disk:{directory}", "min_bytes": 1, "window_bytes": 2000}
+
+
+def streaming(model: nn.Module) -> Streaming:
+    found = runtime_of(model).streaming
+    assert found is not None
+    return found
+
+
+def local(value: Any) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """This rank's parameters and optimizer state, by name."""
+    found = {}
+    for name, tensor in model.named_parameters():
+        found[name] = local(tensor.detach()).clone()
+        found.update({f"{name}.{key}": local(value).clone() for key, value in optimizer.state.get(tensor, {}).items()})
+    return found
+
+
+def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
+    return [name for name in first.keys() | second.keys() if name not in first or name not in second or not first[name].equal(second[name])]
+
+
+def in_memory(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The state tensors that are not in a file."""
+    mapped = streaming(model)._mapped
+    every = [(key, value) for state in optimizer.state.values() for key, value in state.items() if isinstance(value, Tensor)]
+    return [f"{key} {tuple(value.shape)}" for key, value in every if value.ndim and value.numel() and local(value) not in mapped]
+
+
+def test_windows() -> None:
+    assert list(windows([], 10)) == []
+    assert list(windows([4, 4, 4, 12, 0, 10, 0], 10)) == [range(0, 2), range(2, 3), range(3, 4), range(4, 7)]
+    assert list(windows([0, 0], 10)) == [range(0, 2)]
+
+
+def test_settings_are_read_and_written(tmp_path: Path) -> None:
+    config = Config(offload={"optimizer": "disk:/mnt/scratch", "min_bytes": "1MiB"})
+    assert config.offload == Offload(optimizer="disk:/mnt/scratch", min_bytes=2**20)
+    for suffix, text in (("toml", config.to_toml()), ("json", config.to_json())):
+        path = tmp_path / f"settings.{suffix}"
+        path.write_text(text)
+        assert Config.from_file(path) == config
+    (tmp_path / "short.toml").write_text('offload = "optimizer"')
+    short = Config.from_file(tmp_path / "short.toml").offload
+    assert isinstance(short, Offload)
+    assert short == Offload(optimizer="disk")
+    assert os.path.samefile(short.directory, "/tmp") or "TMPDIR" in os.environ
+
+
+@pytest.mark.parametrize(
+    ("offload", "named"),
+    [
+        ({"parameters": "disk:/tmp"}, "parameters"),
+        ({"optimizer": "disk:/tmp", "activations": "cpu"}, "activations"),
+        ({"optimizer": "cpu"}, "'cpu'"),
+        ({"optimizer": "disk:"}, "'disk:'"),
+        ({"optimizer": 1}, "optimizer=1"),
+        ({"min_bytes": 5}, "optimizer are missing"),
+        ({"optimizer": "disk", "min_bytes": 0}, "min_bytes=0"),
+        ({"optimizer": "disk", "window_bytes": "much"}, "window_bytes='much'"),
+        ({"optimizer": "disk:/no/such/directory"}, "/no/such/directory"),
+        ("activations", "activations"),
+        (3, "3"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_told_by_name(offload: Any, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        zerofx.compile(nn.Linear(2, 2), backend="hooks", offload=offload)
+    assert named in str(caught.value)
+    assert all((caught.value.what, caught.value.where, caught.value.why, caught.value.remedy))
+    with pytest.raises(ConfigError, match="'cuda' is not offloaded"):
+        Offload(optimizer="disk").check("cuda")
+
+
+def train_alike(rank: int, world: int, directory: Path, modes: tuple[tuple[str, int], ...]) -> list[str]:
+    """Train with and without offload: bitwise the same, with all state in files; on shards that are uneven, and some empty."""
+    found = []
+    for backend, stage in modes:
+        with at_stage(stage):
+            models = [compiled(ODD_SIZES, stage, backend=backend, offload=offload) for offload in (None, tight(directory))]
+            for name, make in OPTIMIZERS.items():
+                optimizers = [make(model.parameters()) for model in models]
+                for step in range(3):
+                    for model, optimizer in zip(models, optimizers, strict=True):
+                        backward(model, ODD_SIZES, ODD_SIZES.batch(step).part(rank, world), world)
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                states = map(state_of, models, optimizers)
+                found += [f"{backend}, {stage}, {name}: {which} differs" for which in differing(*states)]
+                found += [f"{backend}, {stage}, {name}: {key} is in memory" for key in in_memory(models[1], optimizers[1])]
+    return found
+
+
+@pytest.mark.parametrize(
+    "modes", [(("hooks", 1), ("hooks", 2), ("hooks", 3), ("hooks", 0)), (("aot_eager", 2), ("aot_eager", 3))], ids=["hooks", "compiled"]
+)
+def test_training_is_bitwise_the_same(ranks: Pool, tmp_path: Path, modes: Any) -> None:
+    assert ranks.run(train_alike, 2, tmp_path, modes) == [[]] * 2
+
+
+class Sign(Optimizer):
+    """Nothing says that this optimizer treats each parameter by itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for tensor in group["params"]:
+            average = self.state[tensor].setdefault("average", torch.zeros_like(tensor))
+            tensor.sub_(average.add_(tensor.grad).sign(), alpha=0.01)
+
+
+def halve(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            tensor.grad.mul_(0.5)
+
+
+def other_ways(rank: int, world: int, directory: Path) -> list[str]:
+    """Steps with closures and hooks, groups, later parameters, other optimizers, and state that comes from elsewhere."""
+    found = []
+
+    def pair() -> list[nn.Module]:
+        return [compiled(GPT, 2, backend="hooks", offload=offload) for offload in (None, tight(directory))]
+
+    def go(model: nn.Module, optimizer: Optimizer, step: int, **how: Any) -> None:
+        backward(model, GPT, GPT.batch(step).part(rank, world), world)
+        optimizer.step(**how)
+        optimizer.zero_grad()
+
+    def check(what: str, models: list[nn.Module], optimizers: list[Optimizer], *, steps: int = 2, **how: Any) -> None:
+        for step in range(steps):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                go(model, optimizer, step, **how)
+        found.extend(f"{what}: {name}" for name in differing(*map(state_of, models, optimizers)))
+        found.extend(f"{what}: {name} in memory" for name in in_memory(models[1], optimizers[1]))
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [tensor], "lr": 0.01 / (1 + place)} for place, tensor in enumerate(model.parameters())]
+
+    models = pair()
+    adams = [torch.optim.AdamW(groups(model), foreach=True) for model in models]
+    for adam in adams:  # a hook of the optimizer's own comes before the first window
+        adam.register_step_pre_hook(halve)
+    check("groups and a hook", models, adams)
+    loaded = pair()
+    others = [torch.optim.AdamW(groups(model)) for model in loaded]
+    for adam, other in zip(adams, others, strict=True):
+        other.load_state_dict(adam.state_dict())
+    check("state loaded", loaded, others)
+
+    models = pair()
+    closed = [torch.optim.AdamW(model.parameters(), 0.01) for model in models]
+    for model, optimizer in zip(models, closed, strict=True):
+
+        def closure(model: nn.Module = model, optimizer: Optimizer = optimizer) -> float:
+            optimizer.zero_grad()
+            return backward(model, GPT, GPT.batch(0).part(rank, world), world)
+
+        for tensor in list(model.parameters())[:3]:
+            tensor.requires_grad_(False)
+        found += [] if isinstance(optimizer.step(closure), float) else ["a closure's loss is lost"]
+        for tensor in model.parameters():
+            tensor.requires_grad_(True)
+    check("a closure, and parameters that train later", models, closed)
+
+    models = pair()
+    check("a third party's", models, [Sign(model.parameters()) for model in models])
+    models = pair()
+    check("Muon", models, [torch.optim.Muon([tensor for tensor in model.parameters() if tensor.ndim == 2]) for model in models])
+    models = pair()
+    plain = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    check("no state", models, plain)
+    for optimizer in plain:
+        optimizer.param_groups[0]["momentum"] = 0.5
+    check("state from a later step on", models, plain, steps=3)
+    try:
+        torch.optim.LBFGS(models[1].parameters()).step(lambda: 0.0)
+        found.append("LBFGS is not refused")
+    except ConfigError as error:
+        found += [] if "LBFGS" in error.what else [str(error)]
+    return found
+
+
+def test_other_optimizers_and_ways_to_step(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(other_ways, 2, tmp_path) == [[]] * 2
+
+
+def skip_and_save(rank: int, world: int, directory: Path) -> list[str]:
+    """An overflow changes nothing; a checkpoint goes from a model with offload to one without, and back."""
+    case, found = GPT, []
+    model = compiled(case, 3, backend="hooks", offload=tight(directory))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scaler = zerofx.GradScaler(zerofx.LossScale(initial_scale=8.0), device="cpu")
+    kept = [state_of(model, optimizer)]
+    for step in range(3):
+        batch = case.batch(step).part(rank, world)
+        loss = case.loss(model(*batch.inputs), batch.target, world)
+        scaler.scale(loss * (1e38 if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        kept.append(state_of(model, optimizer))
+    changes = [bool(differing(*states)) for states in pairwise(kept)]
+    found += [] if changes == [True, False, True] else [f"steps that change anything: {changes}"]
+    for step, offload in enumerate((None, tight(directory))):
+        zerofx.save(directory / str(step), model, optimizer)
+        other = compiled(case, 3, seed=1, backend="hooks", offload=offload)
+        anew = OPTIMIZERS["adamw"](other.parameters())
+        zerofx.load(directory / str(step), other, anew)
+        found += [f"loaded: {name}" for name in differing(state_of(model, optimizer), state_of(other, anew))]
+        for one, theirs in ((model, optimizer), (other, anew)):
+            backward(one, case, case.batch(step).part(rank, world), world)
+            theirs.step()
+            theirs.zero_grad()
+        found += [f"trained on: {name}" for name in differing(state_of(model, optimizer), state_of(other, anew))]
+        found += [] if offload is None else in_memory(other, anew)
+        model, optimizer = other, anew
+    return found
+
+
+def test_an_overflow_and_checkpoints(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(skip_and_save, 2, tmp_path) == [[]] * 2
+
+
+# ---------------------------------------------------------------- memory
+
+
+def resident_bytes(pattern: str) -> int:
+    """What this process has in memory, by the mappings that a pattern matches."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = re.search(pattern, line) is not None
+        elif counts and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def trained_bytes(offload: Any, **options: Any) -> tuple[int, int]:
+    """Train a model; return what the process has grown by, and the bytes of the optimizer's state."""
+    collect()
+    before = resident_bytes("")
+    model = zerofx.compile(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), stage=2, backend="hooks", offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for _ in range(3):
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    collect()
+    state = [local(value) for values in optimizer.state.values() for value in values.values() if local(value).ndim]
+    grown = resident_bytes("") - before
+    if offload is not None:
+        settings = runtime_of(model).config.offload
+        (number,) = [
+            link for link in Path("/proc/self/fd").iterdir() if os.path.islink(link) and str(settings.directory) in os.readlink(link)
+        ][-1:]
+        assert number.stat().st_mode & 0o777 == 0o600
+        assert list(settings.directory.iterdir()) == []
+    return grown, sum(tensor.numel() * tensor.element_size() for tensor in state)
+
+
+def collect() -> None:
+    """Give back what is free, which the C library else keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def measure(rank: int, world: int, directory: Path) -> tuple[int, int, int, int]:
+    resident: list[int] = []
+    evict = MappedTensors.evict
+
+    def seen(self: MappedTensors, tensors: Any) -> None:
+        resident.append(resident_bytes(str(directory)))
+        evict(self, tensors)
+
+    offload = {"optimizer": f"disk:{directory}", "window_bytes": "9MiB"}  # the states of one matrix, and its bias in memory
+    trained_bytes(None)  # what is made once is no part of a difference
+    with mock.patch.object(MappedTensors, "evict", seen):
+        trained_bytes(offload)
+    without, nbytes = trained_bytes(None)
+    return without, trained_bytes(offload)[0], nbytes, max(resident)
+
+
+def test_memory_falls_by_the_state_and_holds_one_window(ranks: Pool, tmp_path: Path) -> None:
+    ((without, with_offload, nbytes, resident),) = ranks.run(measure, 1, tmp_path)
+    assert nbytes > 64e6
+    assert abs(without - with_offload - nbytes) < 0.05 * nbytes
+    assert 8 * 2**20 <= resident <= 9 * 2**20
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib, time, torch
+from zerofx.mapped import MappedFile, MappedTensors
+file = MappedFile(pathlib.Path({str(tmp_path)!r}), 2**20)
+kept = MappedTensors().move(torch.ones(2**18), file)
+assert os.listdir({str(tmp_path)!r}) == [] and kept.sum() == 2**18
+print("there", flush=True)
+time.sleep(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        process.send_signal(signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- disks that fail
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fill_up(rank: int, world: int, directory: Path) -> list[str]:
+    """One rank's disk has no space at the first step, and after state was loaded: nothing changes, and with space all goes on."""
+    found = []
+    for loads in (False, True):
+        model = compiled(ODD_SIZES, 2, backend="hooks", offload=tight(directory))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        backward(model, ODD_SIZES, ODD_SIZES.batch(0).part(rank, world), world)
+        if loads:
+            optimizer.step()
+            optimizer.load_state_dict(
+                {
+                    **optimizer.state_dict(),
+                    "state": {
+                        number: {key: value.clone() for key, value in values.items()}
+                        for number, values in optimizer.state_dict()["state"].items()
+                    },
+                }
+            )
+        before = state_of(model, optimizer)
+        with files_of_at_most(1000 if rank == 1 else resource.RLIM_INFINITY):
+            try:
+                optimizer.step()
+                found.append("no error")
+            except OffloadError as error:
+                found += [] if all((error.what, error.why, error.remedy)) and "rank 1" in error.where else [str(error)]
+        found += differing(before, state_of(model, optimizer))
+        optimizer.step()
+        found += in_memory(model, optimizer)
+    return found
+
+
+def test_a_full_disk_is_an_error_on_all_ranks_that_changes_nothing(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(fill_up, 2, tmp_path) == [[]] * 2
+
+
+def fail(rank: int, world: int, directory: Path, way: str) -> list[str]:
+    """The disk of one rank fails in a step; then no rank computes any more. Returns what each says."""
+    model = compiled(ODD_SIZES, 2, backend="hooks", offload=tight(directory))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    batch = ODD_SIZES.batch(0).part(rank, world)
+    said = []
+    for step in range(3):
+        try:
+            backward(model, ODD_SIZES, batch, world)
+            if way == "read" and step == 1 and rank == 1:
+                for file in streaming(model)._mapped.files():
+                    os.ftruncate(file._number, 0)
+            broken = mock.patch("os.fdatasync", side_effect=OSError(5, "Input/output error"))
+            with broken if way == "write" and step == 1 and rank == 1 else mock.MagicMock():
+                optimizer.step()
+                wait([written] if (written := streaming(model)._written) else [])
+        except ZerofxError as error:
+            said.append(f"{step} {type(error).__name__}: {error.what}")
+    return said
+
+
+@pytest.mark.parametrize(("way", "error"), [("read", "[Errno 14] Bad address"), ("write", "[Errno 5] Input/output error")])
+def test_a_disk_that_fails_stops_all_ranks(ranks: Pool, tmp_path: Path, way: str, error: str) -> None:
+    says = f"OffloadError: the disk fails under the state of an optimizer: {error}"
+    own = [f"1 {says}"] if way == "read" else []
+    assert ranks.run(fail, 2, tmp_path, way) == [[f"2 RankMismatchError: rank 1 raised {says}"], [*own, f"2 {says}"]]
