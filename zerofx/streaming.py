@@ -48,12 +48,12 @@ class Streaming:
         self._consensus = Consensus(f"{group.name}/offload", group, _TIMEOUT_S)
         this = weakref.ref(self)
 
-        @torch.compiler.disable(recursive=False)
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             found, is_compiled = this(), _torch.compiles_what_is_called()
             return None if found is None else found._before(optimizer, args, kwargs, is_compiled)
 
-        @torch.compiler.disable(recursive=False)
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
         def after(optimizer: Optimizer, *_: Any) -> None:
             if (found := this()) is not None:
                 found._after(optimizer)
@@ -88,7 +88,7 @@ class Streaming:
         """Return an optimizer's parameters of this model, in its order."""
         return [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) in self._own]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, is_compiled: bool) -> tuple[Any, Any] | None:
         own = self._own_of(optimizer)
         if not own:
@@ -108,7 +108,7 @@ class Streaming:
         stepping, *rest = args
         return (_sharing(stepping, self._parts(optimizer, stepping.param_groups)), *rest), kwargs
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer) -> None:
         own = self._own_of(optimizer)
         if not own:
