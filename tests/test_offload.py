@@ -71,9 +71,12 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
 
 
 def in_memory(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The state tensors that are not in a file."""
-    mapped = streaming(model)._mapped
+    """The state tensors, and the shards with a whole copy beside them, that are not in a file."""
+    runtime, held = runtime_of(model), {tensor for group in optimizer.param_groups for tensor in group["params"]}
     every = [(key, value) for state in optimizer.state.values() for key, value in state.items() if isinstance(value, Tensor)]
+    masters = [tensor for param, tensor in zip(runtime.params, runtime.tensors, strict=True) if param.has_copy and tensor in held]
+    every += [("a shard", tensor) for tensor in masters]
+    mapped = streaming(model)._mapped
     return [f"{key} {tuple(value.shape)}" for key, value in every if value.ndim and value.numel() and local(value) not in mapped]
 
 
@@ -290,12 +293,12 @@ def resident_bytes(pattern: str) -> int:
     return total
 
 
-def trained_bytes(offload: Any, **options: Any) -> tuple[int, int]:
-    """Train a model; return what the process has grown by, and the bytes of the optimizer's state."""
+def trained_bytes(offload: Any) -> tuple[int, int]:
+    """Train a model; return what the process has grown by, and the bytes of its moments."""
     collect()
     before = resident_bytes("")
     model = zerofx.compile(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), stage=2, backend="hooks", offload=offload)
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
         model(torch.ones(1, 1024)).sum().backward()
         optimizer.step()
@@ -319,32 +322,42 @@ def collect() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def measure(rank: int, world: int, directory: Path) -> tuple[int, int, int, set[int], list[int]]:
+def measure_growth(rank: int, world: int, directory: Path) -> tuple[int, int, int]:
+    trained_bytes(None)  # what is made once is no part of a difference
+    without, nbytes = trained_bytes(None)
+    return without, trained_bytes({"optimizer": f"disk:{directory}"})[0], nbytes
+
+
+def test_memory_falls_by_the_state(ranks: Pool, tmp_path: Path) -> None:
+    # one rank: gloo's threads keep buffers for a while, which come and go between two measurements
+    ((without, with_offload, nbytes),) = ranks.run(measure_growth, 1, tmp_path)
+    assert nbytes > 64e6
+    assert abs(without - with_offload - nbytes) < 0.05 * nbytes
+
+
+def measure_windows(rank: int, world: int, directory: Path) -> tuple[set[int], list[int]]:
     resident, ahead = set[int](), list[int]()
     evict, read_ahead = MappedTensors.evict, MappedTensors.read_ahead
 
     def evicted(self: MappedTensors, tensors: list[Tensor]) -> None:
-        resident.add(resident_bytes(str(directory)))
+        resident.add(round(resident_bytes(str(directory)) / 2**20))
         evict(self, tensors)
+        resident.add(round(resident_bytes(str(directory)) / 2**20))
 
     def read(self: MappedTensors, tensors: list[Tensor]) -> None:
         ahead.append(len(tensors))
         read_ahead(self, tensors)
 
-    offload = {"optimizer": f"disk:{directory}", "window_bytes": "9MiB"}  # the states of one matrix; those of a bias stay in memory
-    trained_bytes(None)  # what is made once is no part of a difference
     with mock.patch.multiple(MappedTensors, evict=evicted, read_ahead=read):
-        trained_bytes(offload)
-    without, nbytes = trained_bytes(None)
-    return without, trained_bytes(offload)[0], nbytes, resident, ahead
+        trained_bytes({"optimizer": f"disk:{directory}", "window_bytes": "7MiB"})  # what belongs to one matrix; biases stay in memory
+    return resident, ahead
 
 
-def test_memory_falls_by_the_state_and_holds_one_window(ranks: Pool, tmp_path: Path) -> None:
-    ((without, with_offload, nbytes, resident, ahead),) = ranks.run(measure, 1, tmp_path)
-    assert nbytes > 64e6
-    assert abs(without - with_offload - nbytes) < 0.05 * nbytes
-    assert resident == {0, 8 * 2**20}  # after the step, and after each window
-    assert ahead == [0] * 8 + [2, 2, 2, 2, 2, 2, 2, 0] * 2
+def test_one_window_is_resident_and_the_next_is_read(ranks: Pool, tmp_path: Path) -> None:
+    for resident, ahead in ranks.run(measure_windows, 2, tmp_path):
+        # after any eviction, while a shard is moved, at the end of each window, and of a forward that sent all shards
+        assert resident == {0, 2, 6, 16}  # MiB
+        assert ahead == [1, 1, 1, 1, 1, 1, 1, 0] + [3, 3, 3, 3, 3, 3, 3, 0] * 2
 
 
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
@@ -352,7 +365,8 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
 import os, pathlib, time, torch
 from zerofx.mapped import MappedFile, MappedTensors
 file = MappedFile(pathlib.Path({str(tmp_path)!r}), 2**20)
-kept = MappedTensors().move(torch.ones(2**18), file)
+kept = torch.ones(2**18)
+MappedTensors().move(kept, file)
 assert os.listdir({str(tmp_path)!r}) == [] and kept.sum() == 2**18
 print("there", flush=True)
 time.sleep(100)

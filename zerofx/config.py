@@ -89,9 +89,9 @@ class Config:
     activations a backward computes again: those within the repeated ``"blocks"``, all but products and attention (``"selective"``),
     those within modules by patterns of qualified names, by a policy as torch's ``create_selective_checkpoint_contexts`` takes, or so
     many that at most a fraction (a float), or a number of bytes, is kept. ``offload`` is an ``Offload``, or a dict of its fields:
-    optimizers' state lies on disk; ``"optimizer"`` is short for the usual ones. ``hardware`` are the figures that the schedule goes by, or
-    the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither computing with them nor compiling, is an
-    error on all; with None the ranks do not ask each other, and those that differ wait for ever.
+    optimizers' state, and at stages 1 and 2 the fp32 shards, lie on disk; ``"optimizer"`` is short for the usual ones. ``hardware`` are
+    the figures that the schedule goes by, or the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither
+    computing with them nor compiling, is an error on all; with None the ranks do not ask each other, and those that differ wait for ever.
     """
 
     stage: int = 3

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, UntypedStorage
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; the mmap module has no names for them
 
 
 class MappedFile:
@@ -68,23 +68,24 @@ class MappedTensors:
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._regions
 
-    def move(self, tensor: Tensor, file: MappedFile) -> Tensor:
-        """Return a tensor of the same values, sizes and strides that lies in a file."""
+    def move(self, tensor: Tensor, file: MappedFile, views: Iterable[Tensor] = ()) -> None:
+        """Put a tensor, and views of it, into a file; all stay the tensors that they are."""
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         nbytes = extent * tensor.element_size() if tensor.numel() else 0
-        region = Region(file, file.take(nbytes), nbytes)
-        moved = tensor
+        region, base = Region(file, file.take(nbytes), nbytes), tensor.storage_offset()
         if nbytes:
             moved = torch.frombuffer(file.memory, dtype=tensor.dtype, count=extent, offset=region.start)
-            moved = moved.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
-        self._regions[moved.untyped_storage()] = region
-        return moved
+            with torch.no_grad():
+                moved.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+                for one in (tensor, *views):
+                    one.set_(moved.untyped_storage(), one.storage_offset() - base, one.shape, one.stride())
+        self._regions[tensor.untyped_storage()] = region
 
-    def load(self, tensors: Iterable[Tensor]) -> None:
-        """Make tensors resident, to be read and written. Raises OSError where the disk fails, which would end the process at the access."""
+    def load(self, tensors: Iterable[Tensor], *, to_write: bool) -> None:
+        """Make tensors resident. Raises OSError where the disk fails, which would end the process at the access."""
         for region in self._found(tensors):
             try:
-                region.advise(_MADV_POPULATE_WRITE)
+                region.advise(_MADV_POPULATE_WRITE if to_write else _MADV_POPULATE_READ)
             except OSError as error:
                 if error.errno != errno.EINVAL:  # a kernel before 5.14, which loads each page when it is touched
                     raise

@@ -16,8 +16,9 @@ _WHERE = "offload.optimizer"
 class Offload:
     """Keep the state of optimizers in files, and in memory only what a step is working on.
 
+    At stages 1 and 2 a parameter's fp32 shard (its master) belongs to that state: the forward reads the whole copy beside it.
     ``optimizer`` is the target: ``"disk:DIRECTORY"`` (one that is there; local to each machine), or ``"disk"`` for the system's
-    temporary directory. State tensors of at least ``min_bytes`` on a rank are in its file. A step updates parameters in windows with at
+    temporary directory. Tensors of at least ``min_bytes`` on a rank are in its file. A step updates parameters in windows with at
     most ``window_bytes`` of such tensors (or one parameter's, if more), while the next window is read. Both are ints or text with a unit.
     """
 

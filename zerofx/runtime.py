@@ -69,8 +69,9 @@ class Runtime(ABC):
         self.wholes = WholeCopies(config, group, params, tensors, self.versions)
         self.agreement = self._new_agreement()
         self.gradients = Gradients(config, group, params, tensors, self.agreement)
-        self.streaming = Streaming(config.offload, group, tensors) if isinstance(config.offload, Offload) else None
         self._padded = [_padded(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
+        offload = config.offload
+        self.streaming = Streaming(offload, group, params, tensors, self._padded) if isinstance(offload, Offload) else None
 
     def __getstate__(self) -> tuple[Any, ...]:
         """A copy starts anew: graphs, communication in flight and gathered gradients stay behind."""
@@ -143,6 +144,8 @@ class Runtime(ABC):
             self.shards = []
             self._reads = []
             self.agreement.guard(self.wholes.arrivals.finish)
+            if self.streaming is not None:
+                self.streaming.evict_masters()
 
     @abstractmethod
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,6 +184,8 @@ class Runtime(ABC):
     def _refresh(self) -> None:
         """Launch the gathers of the whole copies that are stale."""
         if stale := self.wholes.stale():
+            if self.streaming is not None:
+                self.streaming.load_masters(index for bucket in stale for index in self.wholes.buckets[bucket])
             unit = Unit(tuple(("refresh", self.wholes.buckets[bucket]) for bucket in stale))
             self.agreement.turn(unit, lambda: self.wholes.refresh(stale, self.shards))
 

@@ -28,6 +28,7 @@ from zerofx.groups import Group
 from zerofx.heap import Heap
 from zerofx.mapped import MappedFile, MappedTensors, pages_bytes
 from zerofx.offload import Offload
+from zerofx.params import Param
 
 ParamGroup = dict[str, Any]
 
@@ -36,11 +37,18 @@ _WHERE = "the step of an optimizer, with offload"
 
 
 class Streaming:
-    """Keeps the state of every optimizer of one model in files, from its first step on."""
+    """Keeps the state of every optimizer of one model in files, from its first step on, and the shards that have a whole copy beside them.
 
-    def __init__(self, settings: Offload, group: Group, tensors: Sequence[nn.Parameter]) -> None:
+    Of those that are padded, ``padded`` has all of their memory.
+    """
+
+    def __init__(
+        self, settings: Offload, group: Group, params: Sequence[Param], tensors: Sequence[nn.Parameter], padded: Sequence[Tensor | None]
+    ) -> None:
         self._settings, self._group = settings, group
-        self._own = {id(tensor) for tensor in tensors}
+        self._own = {id(tensor): place for place, tensor in enumerate(tensors)}
+        self._params, self._tensors, self._padded = params, tensors, padded
+        self._read: list[Tensor] = []
         self._mapped, self._heap = MappedTensors(), Heap()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         self._written: Future[None] | None = None
@@ -69,6 +77,17 @@ class Streaming:
             self._written = None
         if self._failure is not None:
             raise self._failure
+
+    def load_masters(self, members: Iterable[int]) -> None:
+        """Make shards resident that a forward will send to the other ranks."""
+        self._read += [_torch.local_tensor(self._tensors[index]) for index in members]
+        with self._failing():
+            self._mapped.load(self._read, to_write=False)
+
+    def evict_masters(self) -> None:
+        """Take what was sent out of memory."""
+        self._mapped.evict(self._read)
+        self._read = []
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -124,7 +143,7 @@ class Streaming:
         sizes = self._sizes_of_new(optimizer, own)
         file = self._set_aside(optimizer, sizes)
         for tensor in own:
-            sizes[tensor] = sizes.get(tensor, 0) + sum(_bytes(value) for _, value in self._large(optimizer, tensor))
+            sizes[tensor] = sizes.get(tensor, 0) + sum(map(_bytes, self._large(optimizer, tensor)))
         places = {id(tensor): place for place, tensor in enumerate(own)}
         for group in groups:
             members = [tensor for tensor in group["params"] if tensor.grad is not None]
@@ -141,7 +160,7 @@ class Streaming:
 
     def _load(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
         with self._failing():
-            self._mapped.load(self._state_of(optimizer, tensors))
+            self._mapped.load(self._state_of(optimizer, tensors), to_write=True)
 
     def _read_ahead(self, optimizer: Optimizer, coming: Sequence[nn.Parameter], sizes: Mapping[Tensor, int]) -> None:
         """Let the system read the next window while this one is updated."""
@@ -151,21 +170,18 @@ class Streaming:
     def _leave(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter], file: MappedFile | None) -> None:
         """Put what a window has made into the file, and take the window out of memory."""
         for tensor in stepped:
-            for key, value in self._large(optimizer, tensor):
+            for value in self._large(optimizer, tensor):
                 if file is not None and _local(value) not in self._mapped and file.left_bytes >= pages_bytes(_bytes(value)):
-                    self._move(optimizer.state[tensor], key, value, file)
+                    self._move(value, file)
         self._mapped.evict(self._state_of(optimizer, stepped))
         self._stepped.setdefault(optimizer, set()).update(map(id, stepped))
 
     def _set_aside(self, optimizer: Optimizer, new: Mapping[Tensor, int]) -> MappedFile | None:
         """Set aside a file for what a step will make, and for state that lies in memory, which is moved: on all ranks, or on none."""
         waiting = [
-            (optimizer.state[tensor], key, value)
-            for tensor in self._own_of(optimizer)
-            for key, value in self._large(optimizer, tensor)
-            if _local(value) not in self._mapped
+            value for tensor in self._own_of(optimizer) for value in self._large(optimizer, tensor) if _local(value) not in self._mapped
         ]
-        total = sum(pages_bytes(_bytes(value)) for *_, value in waiting) + sum(new.values())
+        total = sum(pages_bytes(_bytes(value)) for value in waiting) + sum(new.values())
         if not total:
             return None
 
@@ -181,9 +197,9 @@ class Streaming:
                 ) from error
 
         file, _ = self._consensus.step(_WHERE, create, lambda given: given)
-        for state, key, value in waiting:
-            self._move(state, key, value, file)
-            self._mapped.evict([_local(state[key])])
+        for value in waiting:
+            self._move(value, file)
+            self._mapped.evict([_local(value)])
         return file
 
     def _sizes_of_new(self, optimizer: Optimizer, own: Iterable[nn.Parameter]) -> dict[Tensor, int]:
@@ -205,25 +221,29 @@ class Streaming:
         zero.grad = torch.zeros_like(zero)
         trial = _sharing(optimizer, [{**group, "params": [zero]}], state=defaultdict(dict))
         _torch.step_without_hooks(trial)
-        return sum(pages_bytes(_bytes(value)) for _, value in self._large(trial, zero))
+        return sum(pages_bytes(_bytes(value)) for value in self._large(trial, zero))
 
-    def _large(self, optimizer: Optimizer, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Return the tensors of a parameter's state that belong into files, by their keys."""
-        return [
-            (key, value)
-            for key, value in optimizer.state.get(tensor, {}).items()
-            if isinstance(value, Tensor) and value.ndim and not value.requires_grad and _bytes(value) >= self._settings.min_bytes
+    def _large(self, optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
+        """Return what belongs into files of a parameter: the tensors of its state, and the shard if only steps and refreshes read it."""
+        place = self._own.get(id(tensor))
+        masters = [tensor] if place is not None and self._params[place].has_copy else []
+        state = [
+            value
+            for value in optimizer.state.get(tensor, {}).values()
+            if isinstance(value, Tensor) and value.ndim and not value.requires_grad and _is_alone(_local(value))
         ]
+        return [value for value in masters + state if _bytes(value) >= self._settings.min_bytes]
 
     def _state_of(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [_local(value) for tensor in tensors for _, value in self._large(optimizer, tensor)]
+        return [_local(value) for tensor in tensors for value in self._large(optimizer, tensor)]
 
-    def _move(self, state: dict[str, Any], key: str, value: Tensor, file: MappedFile) -> None:
-        moved = self._mapped.move(_local(value), file)
-        if isinstance(value, DTensor):
-            _torch.set_local_tensor(value, moved)
+    def _move(self, value: Tensor, file: MappedFile) -> None:
+        local, place = _local(value), self._own.get(id(value))
+        padded = None if place is None else self._padded[place]
+        if padded is None:
+            self._mapped.move(local, file)
         else:
-            state[key] = moved
+            self._mapped.move(padded, file, [local])
         self._heap.freed(_bytes(value))
 
 
@@ -253,6 +273,11 @@ def _sharing(optimizer: Optimizer, groups: Iterable[ParamGroup], **other: Any) -
 
 def _local(value: Tensor) -> Tensor:
     return _torch.local_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _is_alone(local: Tensor) -> bool:
+    """Whether a tensor is all of its memory: a view of what another optimizer keeps in one piece must stay one."""
+    return local.untyped_storage().nbytes() <= local.nbytes
 
 
 def _bytes(value: Tensor) -> int:
