@@ -37,7 +37,10 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # Every leaf of nested inputs and outputs, registered types of other libraries included; no public name yet.
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 LazyGraphModule = _LazyGraphModule
 

@@ -137,12 +137,17 @@ class HookedRuntime(Runtime):
             return plain(module, *args, **kwargs)
         if module not in self._recomputed or not torch.is_grad_enabled():
             return self._call(plain, module, args, kwargs)
-        # inputs are passed on, so that torch sees whose random numbers to draw again
-        run = functools.partial(self._again, plain, module, kwargs, Buffers(module))
-        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
+        # inputs are passed on one by one, so that torch keeps them, and sees whose random numbers to draw again
+        inputs, spec = _torch.tree_flatten((args, kwargs))
+        given = [(args, kwargs)]  # the first time as they are: the module may fill a list
+        run = functools.partial(self._again, plain, module, given, spec, Buffers(module, self._names[module]))
+        return checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
 
-    def _again(self, plain: Forward, module: nn.Module, kwargs: dict[str, Any], buffers: Buffers, *args: Any) -> Any:
+    def _again(
+        self, plain: Forward, module: nn.Module, given: list[tuple[Any, Any]], spec: _torch.TreeSpec, buffers: Buffers, *inputs: Any
+    ) -> Any:
         """Run a submodule for the first time, or again in a backward."""
+        args, kwargs = given.pop() if given else _torch.tree_unflatten(inputs, spec)
         with buffers.as_found():
             result = self._call(plain, module, args, kwargs)
         buffers.hold()
