@@ -148,8 +148,15 @@ class HookedRuntime(Runtime):
     ) -> Any:
         """Run a submodule for the first time, or again in a backward."""
         args, kwargs = given.pop() if given else _torch.tree_unflatten(inputs, spec)
-        with buffers.as_found():
-            result = self._call(plain, module, args, kwargs)
+        depth = len(self._stack)
+        try:
+            with buffers.as_found():
+                result = self._call(plain, module, args, kwargs)
+        finally:  # torch ends by an exception what it computes again, once it has all that it needs
+            with _torch.outside_checkpoints():
+                for call in self._stack[depth:]:
+                    self._coordinator.release_sub_module(call.held)
+            del self._stack[depth:]
         buffers.hold()
         return result
 
