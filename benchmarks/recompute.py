@@ -6,6 +6,7 @@ communication hides or adds anything; settings are compiled one after another, a
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from typing import Any
@@ -39,7 +40,7 @@ def main(backend: str, layers: int) -> None:
     for recompute, row in zip(SETTINGS, rows, strict=True):
         model: Any = zerofx.compile(_model(layers), config=Config(stage=3, backend=backend, recompute=recompute))
         _step(model, batch)
-        row["measured_peak_mb"] = min(allocated_bytes(lambda model=model: _step(model, batch)) for _ in range(3)) / 1e6
+        row["measured_peak_mb"] = min(allocated_bytes(functools.partial(_step, model, batch)) for _ in range(3)) / 1e6
         row["planned_over_measured"] = row["planned_peak_mb"] / row["measured_peak_mb"]
         models.append(model)
     seconds: list[list[float]] = [[] for _ in models]

@@ -77,3 +77,11 @@ def test_what_was_computed_again_keeps_no_model_alive(recompute: str) -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_recurrent_layers_are_no_place_for_a_policy() -> None:
+    model = nn.ModuleList([nn.GRU(3, 3)])
+    with pytest.raises(zerofx.ConfigError, match='cannot be had with backend="hooks"'):
+        zerofx.compile(model, backend="hooks", recompute="selective")
+    with pytest.raises(zerofx.ConfigError, match='pass recompute="blocks" or compile'):
+        zerofx.Config(backend="hooks", recompute=0.5)

@@ -15,7 +15,7 @@ from zerofx.config import Config
 from zerofx.errors import CompilerError, ConfigError, ShardingError
 from zerofx.module import bindings, own_methods
 from zerofx.names import nearest
-from zerofx.recomputing import is_block, matches
+from zerofx.recomputing import is_block, matches, policy_of
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -135,6 +135,14 @@ def check_recompute(model: nn.Module, settings: Config) -> None:
     """Check that a model has the modules whose activations are to be computed again."""
     known = [name for name, _ in model.named_modules() if name]
     given = settings.recompute
+    recurrent = next((name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)), None)
+    if settings.backend == "hooks" and policy_of(given) is not None and recurrent is not None:
+        raise ConfigError(
+            f'recompute={given!r} cannot be had with backend="hooks"',
+            where=f"zerofx.compile(recompute=...), {recurrent or type(model).__name__}",
+            why="torch's recurrent kernels write into what its selective checkpoint keeps, unseen, and gradients would be wrong",
+            remedy='pass recompute="blocks" or patterns of names, or compile',
+        )
     patterns = given if isinstance(given, tuple) else ()
     missing = next((pattern for pattern in patterns if not any(matches(name, (pattern,)) for name in known)), None)
     if missing is not None or (given == "blocks" and not any(map(is_block, known))):

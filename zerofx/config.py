@@ -231,15 +231,17 @@ class Config:
             "passes": bool(self.passes),
             "memory_limit": self.memory_limit_bytes is not None,
             "hardware": self.hardware is not None,
-            f"recompute={self.recompute!r}": self.keeps_at_most,
+            "recompute": self.keeps_at_most,
         }
         if self.backend == "hooks" and any(unusable.values()):
             field = next(name for name, given in unusable.items() if given)
             raise ConfigError(
-                f'backend="hooks" takes no {field}',
+                f'backend="hooks" takes no {field}' + (f"={self.recompute!r}" if field == "recompute" else ""),
                 where=f"zerofx.Config({field}=...)",
                 why="there is no graph that passes could rewrite, or that a schedule could be proved on",
-                remedy="bound the eager mode by Config(hooks=HookLimits(...)), or compile",
+                remedy='pass recompute="blocks" or compile'
+                if field == "recompute"
+                else "bound the eager mode by Config(hooks=HookLimits(...)), or compile",
             )
         given = self.timeout_s
         if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf):

@@ -61,15 +61,19 @@ def regions(nodes: Sequence[Node], recompute: Any) -> list[Region]:
     """Return the regions of a joint graph that ``Config.recompute`` names, in order of first use; none for None."""
     if recompute is None:
         return []
-    policy, levels = policy_of(recompute), dict(recompute.levels) if isinstance(recompute, Choice) else {}
     members: dict[Call, list[Node]] = {}
     for node in nodes:
         if node.op == "call_function" and not is_backward(node) and not _writes(node):
-            call = part_of(node) if levels or policy is not None else _named(node, recompute)
-            if call is not None and levels.get(call) is not Extent.NOTHING:
+            by_part = isinstance(recompute, Choice) or policy_of(recompute) is not None
+            if (call := part_of(node) if by_part else _named(node, recompute)) is not None:
                 members.setdefault(call, []).append(node)
-    chosen = {call: cheap if extent is Extent.CHEAP else None for call, extent in levels.items()}
-    return [_region(call, inside, chosen.get(call, policy)) for call, inside in members.items()]
+    if not isinstance(recompute, Choice):
+        return [_region(call, inside, policy_of(recompute)) for call, inside in members.items()]
+    levels = dict(recompute.levels)
+    chosen = [(call, inside, levels.get(call, Extent.NOTHING)) for call, inside in members.items()]
+    return [
+        _region(call, inside, cheap if extent is Extent.CHEAP else None) for call, inside, extent in chosen if extent is not Extent.NOTHING
+    ]
 
 
 def must_keep(node: Node) -> None:
