@@ -74,6 +74,11 @@ def choose(options: Mapping[Extent, Kept], most_bytes: int) -> Choice:
     return Choice(tuple(levels.items()))
 
 
+def foreseen_bytes(options: Mapping[Extent, Kept], choice: Choice) -> int:
+    """Return what a choice keeps if each part keeps what it does where all are computed again equally."""
+    return sum(options[extent].size_bytes.get(call, 0) for call, extent in choice.levels)
+
+
 def too_few(most_bytes: int, least_bytes: int) -> ConfigError:
     """Build the error for activations of which so few bytes cannot be kept."""
     return ConfigError(

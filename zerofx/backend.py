@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zerofx import _torch, ops, randomness
-from zerofx.activations import Kept, choose, extents_of, kept, too_few
+from zerofx.activations import Kept, choose, extents_of, foreseen_bytes, kept, too_few
 from zerofx.agreement import Unit
 from zerofx.errors import MemoryLimitError, ZerofxError
 from zerofx.passes import STAGES
@@ -252,7 +252,8 @@ class Tracing:
             parts, found = tried(choice)
             if found.total_bytes <= most_bytes:
                 return parts
-            last, aim_bytes = choice, aim_bytes - (found.total_bytes - most_bytes)
+            # what the parts owe each other was not foreseen: aim lower, and at another choice
+            last, aim_bytes = choice, min(aim_bytes - (found.total_bytes - most_bytes), foreseen_bytes(options, choice) - 1)
         raise too_few(most_bytes, options[Extent.ALL].total_bytes)
 
     def _schedule(self, programs: list[Program]) -> list[Program]:
