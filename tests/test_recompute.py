@@ -83,3 +83,24 @@ def differing_by_inductor(rank: int, world: int) -> list[str]:
     # Inductor may add up in another order where it fuses other loops.
     again = trained(plain, rank, stage=3, recompute="blocks")
     return [str(place) for place, pair in enumerate(zip(again, expected, strict=True)) if not torch.allclose(*pair, rtol=1e-6, atol=1e-6)]
+
+
+class Summed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)
+        return output.sum()
+
+
+def cast_differences(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    plain, found = Summed(*(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(3))), []
+    for backend in ("aot_eager", "hooks"):
+        settings: dict[str, Any] = {"backend": backend, "stage": 3, "param_dtype": torch.bfloat16}
+        expected, again = trained(plain, rank, **settings), trained(plain, rank, recompute="blocks", **settings)
+        found += [backend for pair in zip(again, expected, strict=True) if not torch.equal(*pair)]
+    return found
+
+
+def test_inputs_are_cast_once(ranks: Pool) -> None:
+    """fp32 inputs of a model that computes in bfloat16 (case 32)."""
+    assert ranks.run(cast_differences, 2) == [[], []]
