@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
-from torch.utils.flop_counter import flop_registry
 
 from zerofx.origins import Call, calls_of, is_backward
 from zerofx.params import block_of
 from zerofx.program import is_view
+from zerofx.work import formula_of
 
 Policy = Callable[..., CheckpointPolicy | bool]
 
@@ -61,14 +61,15 @@ def regions(nodes: Sequence[Node], recompute: Any) -> list[Region]:
     """Return the regions of a joint graph that ``Config.recompute`` names, in order of first use; none for None."""
     if recompute is None:
         return []
-    members: dict[Call, list[Node]] = {}
+    policy, members = policy_of(recompute), dict[Call, list[Node]]()
+    by_part = isinstance(recompute, Choice) or policy is not None
     for node in nodes:
-        if node.op == "call_function" and not is_backward(node) and not _writes(node):
-            by_part = isinstance(recompute, Choice) or policy_of(recompute) is not None
-            if (call := part_of(node) if by_part else _named(node, recompute)) is not None:
-                members.setdefault(call, []).append(node)
+        if node.op != "call_function" or is_backward(node) or _writes(node):
+            continue
+        if (call := part_of(node) if by_part else _named(node, recompute)) is not None:
+            members.setdefault(call, []).append(node)
     if not isinstance(recompute, Choice):
-        return [_region(call, inside, policy_of(recompute)) for call, inside in members.items()]
+        return [_region(call, inside, policy) for call, inside in members.items()]
     levels = dict(recompute.levels)
     chosen = [(call, inside, levels.get(call, Extent.NOTHING)) for call, inside in members.items()]
     return [
@@ -97,7 +98,7 @@ def outermost(names: Sequence[str], recompute: Any) -> list[str]:
     if recompute is None:
         return []
     by_operator = policy_of(recompute) is not None
-    chosen = [name for name in names if (is_block(name) if by_operator or recompute == "blocks" else matches(name, recompute))]
+    chosen = [name for name in names if _is_meant(name, "blocks" if by_operator else recompute)]
     if by_operator:  # what has no blocks within is a part too
         chosen += [name for name in names if name and "." not in name and not any(block.startswith(f"{name}.") for block in chosen)]
     return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
@@ -108,12 +109,8 @@ def cheap(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -
 
     A policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes.
     """
-    counted = getattr(op, "overloadpacket", op) in flop_registry or op in _ATTENTION
-    return CheckpointPolicy.MUST_SAVE if counted else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# attention on a CPU, which torch's registry lacks
-_ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
+    is_counted = formula_of(getattr(op, "overloadpacket", op)) is not None
+    return CheckpointPolicy.MUST_SAVE if is_counted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def part_of(node: Node) -> Call:
@@ -123,10 +120,12 @@ def part_of(node: Node) -> Call:
 
 
 def _named(node: Node, recompute: Any) -> Call | None:
-    for call in calls_of(node):
-        if is_block(call.module) if recompute == "blocks" else matches(call.module, recompute):
-            return call
-    return None
+    return next((call for call in calls_of(node) if _is_meant(call.module, recompute)), None)
+
+
+def _is_meant(module: str, recompute: Any) -> bool:
+    """Whether ``Config.recompute``, ``"blocks"`` or patterns, names a module."""
+    return is_block(module) if recompute == "blocks" else matches(module, recompute)
 
 
 def _region(call: Call, members: Sequence[Node], policy: Policy | None) -> Region:

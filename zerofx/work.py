@@ -106,12 +106,17 @@ def keeps_rows(node: Node) -> bool:
     return math.prod(result) > 1 and [size for size in result if size != 1] == kept
 
 
-def flops(node: Node) -> int:
-    """Return the floating-point operations of a node by torch's registry (a causal attention counts in full); 0 for what it lacks.
+def formula_of(operator: Any) -> Any:
+    """Return torch's formula for the flops of an operator without its overload, None for one that it does not count.
 
     Attention on a CPU, which the registry lacks, counts as the same attention elsewhere.
     """
-    formula = flop_registry.get(_SAME_FLOPS.get(packet(node), packet(node)))
+    return flop_registry.get(_SAME_FLOPS.get(operator, operator))
+
+
+def flops(node: Node) -> int:
+    """Return the floating-point operations of a node by torch's registry (a causal attention counts in full); 0 for what it lacks."""
+    formula = formula_of(packet(node))
     if formula is None:
         return 0
 
