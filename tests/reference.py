@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.models import ROWS, Batch, Case
 
@@ -51,8 +52,20 @@ def adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor. Collective for a DTensor."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    (placement,) = tensor.placements
+    if not isinstance(placement, Shard) or tensor.device_mesh.size() == 1:
+        replicated: Tensor = tensor.full_tensor()
+        return replicated.detach().clone()
+    # full_tensor would gather in the form that crashes on gloo now and then (zerofx/collectives.py)
+    local, dim = tensor.to_local().detach(), placement.dim
+    rows = -(-tensor.shape[dim] // tensor.device_mesh.size())
+    room = local.new_zeros([*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]])
+    room.narrow(dim, 0, local.shape[dim]).copy_(local)
+    parts = [torch.empty_like(room) for _ in range(tensor.device_mesh.size())]
+    dist.all_gather(parts, room, group=tensor.device_mesh.get_group())
+    return torch.cat(parts, dim).narrow(dim, 0, tensor.shape[dim]).contiguous()
 
 
 def whole_parameters(model: nn.Module) -> Named:

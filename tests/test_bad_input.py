@@ -17,7 +17,7 @@ import zerofx
 from tests.conftest import ENVIRONMENT
 from tests.models import SEED, TIED_MLP
 from tests.ranks import Failure, Pool, WarningFilter
-from tests.reference import Trace, differences, train
+from tests.reference import Trace, differences, train, whole
 from tests.stages import compiled
 
 
@@ -519,12 +519,12 @@ def backwards_twice(rank: int, world: int) -> list[bool]:
         model = compiled(TIED_MLP, stage)
         batch = TIED_MLP.batch(0)
         model(*batch.inputs).sum().backward()
-        once = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
+        once = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
         loss = model(*batch.inputs).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-        twice = [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.grad is not None]
+        twice = [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
         found.append(bool(once) and all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True)))
     return found
 

@@ -22,13 +22,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
 from tests.models import Case, case_named
 from tests.ranks import Failure, Pool
-from tests.reference import backward, momentum, named_differences, whole_parameters
+from tests.reference import backward, momentum, named_differences, whole, whole_parameters
 from tests.stages import STAGES
 from tests.test_bad_input import assert_four_parts, failure_of
 from zerofx import storage
@@ -121,7 +120,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     named, optimizer_state = get_state_dict(model, optimizer)
     state = {**named, **{f"{name} {key}": value for name, values in optimizer_state["state"].items() for key, value in values.items()}}
     groups = {f"group {index}": group for index, group in enumerate(optimizer_state["param_groups"])}
-    return {**{name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in state.items()}, **groups}
+    return {**{name: whole(value) for name, value in state.items()}, **groups}
 
 
 def unequal(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:

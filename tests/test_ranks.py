@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import Pool, RanksFailed
+from tests.reference import whole
 
 
 def sum_of_ranks(rank: int, world: int, offset: int) -> float:
@@ -60,7 +60,7 @@ def gradients_of_peers(rank: int, world: int) -> list[torch.Tensor]:
         model(torch.ones(2, 4) * (rank + 1)).sum().backward()
         gradient = next(model.parameters()).grad
         assert gradient is not None
-        found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+        found.append(whole(gradient))
     return found
 
 

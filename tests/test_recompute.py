@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.ranks import Pool
+from tests.reference import whole
 from tests.stages import TIGHT
 from zerofx.config import Config, HookLimits
 
@@ -52,8 +53,7 @@ def trained(plain: nn.Module, rank: int, **settings: Any) -> list[Tensor]:
         model(x).backward()
         optimizer.step()
         model(2 * x)  # a forward without a backward changes buffers once too
-    whole = [parameter.detach().full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    return [*whole, *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
+    return [*map(whole, model.parameters()), *(buffer.clone() for buffer in model.buffers()), torch.get_rng_state()]
 
 
 def differing(rank: int, world: int, backend: str, stage: int) -> list[str]:

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofx
 from tests.models import COUNTED, FROZEN, ODD_SIZES, SEED, TIED_MLP, Counted, TiedMLP, case_named
 from tests.ranks import Failure, Pool
-from tests.reference import Trace, difference, differences, named_differences, train, whole_gradients, whole_parameters
+from tests.reference import Trace, difference, differences, named_differences, train, whole, whole_gradients, whole_parameters
 from tests.stages import STAGES, at_stage, compiled
 from zerofx.params import choose_dim
 
@@ -284,9 +286,7 @@ def two_models(rank: int, world: int) -> tuple[list[Trace], list[Tensor]]:
     first, second = compiled(TIED_MLP, 3, seed=0), compiled(TIED_MLP, 3, seed=1)
     batch = TIED_MLP.batch(0).part(rank, world)
     TIED_MLP.loss(second(first(*batch.inputs)), batch.target, world).backward()
-    gradients = [
-        parameter.grad.full_tensor() for model in (first, second) for parameter in model.parameters() if parameter.grad is not None
-    ]
+    gradients = [whole(parameter.grad) for model in (first, second) for parameter in model.parameters() if parameter.grad is not None]
     for model in (first, second):
         model.zero_grad()
     return [train(model, TIED_MLP, rank, world) for model in (first, second)], gradients
@@ -329,6 +329,37 @@ def gathered_values(rank: int, world: int) -> list[str]:
 
 def test_gathered(ranks: Pool) -> None:
     assert ranks.run(gathered_values, 3) == [[]] * 3
+
+
+class Gathers(TorchDispatchMode):
+    """The gathers that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "gather_into_tensor" in str(func):
+            self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_outside_of_graphs(rank: int, world: int) -> set[str]:
+    with Gathers() as gathers:
+        with zerofx.init():
+            built = TIED_MLP.model()
+            torch.nn.init.orthogonal_(built.get_parameter("layers.0.weight"))  # reads what was cut already
+        model = zerofx.compile(built, stage=3, backend="hooks")
+        with zerofx.gathered(model, writeback=True):
+            pass
+        model(*TIED_MLP.batch(0).inputs).sum().backward()
+        zerofx.full_state_dict(model)
+    return gathers.names
+
+
+def test_gathers_are_of_the_form_that_gloo_bears(ranks: Pool) -> None:
+    """The one that allocates its result, DTensor's own, crashes under load now and then (zerofx/collectives.py)."""
+    assert ranks.run(gathers_outside_of_graphs, 2) == [{"_c10d_functional.all_gather_into_tensor_out.default"}] * 2
 
 
 def compile_twice(rank: int, world: int) -> tuple[Failure, list[str]]:
@@ -389,7 +420,7 @@ def view_whole(rank: int, world: int) -> list[str]:
             model = zerofx.compile(Viewed(), stage=stage, backend=backend)
             loss = model(line)
             loss.backward()
-            if not torch.equal(loss.detach(), (line * line).sum()) or not torch.equal(model.weight.grad.full_tensor().flatten(), line):
+            if not torch.equal(loss.detach(), (line * line).sum()) or not torch.equal(whole(model.weight.grad).flatten(), line):
                 found.append(f"{backend}, stage {stage}")
     return found
 

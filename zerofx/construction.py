@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from zerofx import _torch, groups, runtime, sharding
+from zerofx import _torch, groups, layout, sharding
 from zerofx.checks import check_memory, mesh_of
 from zerofx.errors import ConfigError, ShardingError, ZerofxError
 from zerofx.groups import Group
@@ -89,7 +89,7 @@ class _Site:
         wholes: dict[nn.Parameter, nn.Parameter] = {}
         for tensor in model.parameters():
             if isinstance(tensor, DTensor) and not tensor.is_meta:
-                shard, param = _torch.local_tensor(tensor), sharding.param_of(tensor, self._group)
+                shard, param = _torch.local_tensor(tensor), layout.param_of(tensor, self._group)
                 wholes[tensor] = self._storages.stand_in(shard, param, requires_grad=tensor.requires_grad)
         self._compiled = {whole: tensor for tensor, whole in wholes.items()}
         sharding.rebind(model.modules(), wholes)
@@ -166,8 +166,8 @@ class _Site:
         if held is not None:
             param = held.param
         else:
-            param = self._storages.param_of(parameter) if compiled is None else sharding.param_of(compiled, self._group)
-        shard = held.shard if held else runtime.cut(parameter.detach(), param, self._group)
+            param = self._storages.param_of(parameter) if compiled is None else layout.param_of(compiled, self._group)
+        shard = held.shard if held else layout.cut(parameter.detach(), param, self._group)
         assert shard is not None
         if compiled is not None:
             if shard is not (local := _torch.local_tensor(compiled)):
@@ -182,7 +182,7 @@ class _Site:
             )
         if held is None and param.dim is not None:
             shard = shard.clone(memory_format=torch.contiguous_format)
-        return sharding.shard_of(parameter, sharding.dtensor(shard, param, self._mesh))
+        return sharding.shard_of(parameter, layout.dtensor(shard, param, self._mesh))
 
     def _check_left(self) -> None:
         """Check that nothing still needs the memory of a whole parameter that is gone."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerofx import _torch, groups, runtime, sharding
+from zerofx import _torch, groups, layout, sharding
 from zerofx.errors import RankMismatchError, ShardingError
 
 
@@ -52,7 +52,7 @@ def _gathered(tensors: Mapping[Any, str], writeback: bool) -> Iterator[dict[Any,
     mesh = next(iter(tensors)).device_mesh
     group = groups.group_of(mesh)
     with torch.inference_mode(False), torch.no_grad():
-        wholes = {tensor: tensor.detach().full_tensor().clone() for tensor in tensors}
+        wholes = {tensor: layout.whole(tensor, group) for tensor in tensors}
     versions = {tensor: whole._version for tensor, whole in wholes.items()}
     try:
         yield wholes
@@ -65,7 +65,7 @@ def _gathered(tensors: Mapping[Any, str], writeback: bool) -> Iterator[dict[Any,
         with torch.no_grad():
             groups.broadcast(list(wholes.values()), mesh, group)
             for tensor, whole in wholes.items():
-                _torch.local_tensor(tensor).copy_(runtime.cut(whole, sharding.param_of(tensor, group), group))
+                _torch.local_tensor(tensor).copy_(layout.cut(whole, layout.param_of(tensor, group), group))
 
 
 def _check_sharded(tensors: Mapping[Any, str]) -> None:

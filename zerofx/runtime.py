@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from zerofx import _torch, collectives, groups
+from zerofx import _torch, collectives, groups, layout
 from zerofx.agreement import Agreement, Unit
 from zerofx.config import Config
 from zerofx.divergence import EVALUATION, KEEPING, TRAINING
@@ -69,7 +69,7 @@ class Runtime(ABC):
         self.wholes = WholeCopies(config, group, params, tensors, self.versions)
         self.agreement = self._new_agreement()
         self.gradients = Gradients(config, group, params, tensors, self.agreement)
-        self._padded = [_padded(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
+        self._padded = [layout.with_room(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
         offload = config.offload
         self.streaming = Streaming(offload, group, params, tensors, self._padded) if isinstance(offload, Offload) else None
 
@@ -256,7 +256,7 @@ class Runtime(ABC):
         if padded is None:
             return local.detach()
         if local.untyped_storage()._cdata != padded.untyped_storage()._cdata:
-            _pad_into(padded, local)  # its storage was replaced (a copy, a move): copy what it now holds
+            layout.pad_into(padded, local)  # its storage was replaced (a copy, a move): copy what it now holds
         return padded.detach()
 
     def watch(self) -> None:
@@ -295,7 +295,7 @@ class Runtime(ABC):
         param = self.params[index]
         if isinstance(value, DTensor) or tuple(value.shape) != param.shape:
             return value
-        local = cut(value.detach(), param, self.group).to(_torch.local_tensor(self.tensors[index]).device)
+        local = layout.cut(value.detach(), param, self.group).to(_torch.local_tensor(self.tensors[index]).device)
         return self.gradients.dtensor(index, local.contiguous(), None)
 
 
@@ -380,39 +380,9 @@ def no_sync(runtime: Runtime) -> Iterator[None]:
         runtime.gradients.synchronize = before
 
 
-def cut(whole: Tensor, param: Param, group: Group) -> Tensor:
-    """Return the rows of a whole parameter that are this rank's shard, as a view."""
-    return whole if param.dim is None else whole.narrow(param.dim, *param.rows(group.rank))
-
-
-def placement_of(param: Param) -> Placement:
-    """Return the DTensor placement of a parameter."""
-    return Replicate() if param.dim is None else Shard(param.dim)
-
-
 def _members(module: nn.Module) -> dict[str, int]:
     """Return the identity of each parameter and submodule of a module."""
     return {name: id(member) for members in (module._parameters, module._modules) for name, member in members.items()}
-
-
-def _padded(param: Param, tensor: Tensor, group: Group) -> Tensor | None:
-    """Move an uneven shard into storage with room for its padding, so that every rank sends the same size; None if even."""
-    if not param.is_padded:
-        return None
-    local = _torch.local_tensor(tensor)
-    padded = local.new_zeros(param.shard_shape)
-    _pad_into(padded, local)
-    assert param.dim is not None
-    _torch.set_local_tensor(tensor, padded.narrow(param.dim, 0, param.rows(group.rank)[1]))
-    return padded
-
-
-def _pad_into(padded: Tensor, local: Tensor) -> None:
-    with torch.no_grad():
-        view = padded.detach()
-        for dim, size in enumerate(local.shape):
-            view = view.narrow(dim, 0, size)
-        view.copy_(local.detach())
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

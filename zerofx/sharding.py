@@ -9,19 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zerofx import _torch
+from zerofx import _torch, layout
 from zerofx.config import Config
 from zerofx.errors import ShardingError
 from zerofx.groups import Group
 from zerofx.keepfp32 import compute_in_fp32
 from zerofx.module import Binding, bind
 from zerofx.params import Param, block_of, choose_dim
-from zerofx.runtime import Runtime, cut, placement_of
+from zerofx.runtime import Runtime
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -139,11 +139,12 @@ def _shard(tensor: nn.Parameter, param: Param, mesh: DeviceMesh, group: Group) -
     """Return this rank's shard of a parameter as a DTensor parameter, in storage of its own; a DTensor keeps its shard."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
-            local = _torch.local_tensor(tensor.redistribute(mesh, [placement_of(param)]))
+            keeps = list(tensor.placements) == [layout.placement_of(param)]
+            local = _torch.local_tensor(tensor) if keeps else layout.cut(layout.whole(tensor, group), param, group)
     else:
-        local = cut(tensor.detach(), param, group)
+        local = layout.cut(tensor.detach(), param, group)
         local = local if param.dim is None else local.clone(memory_format=torch.contiguous_format)
-    return shard_of(tensor, dtensor(local, param, mesh))
+    return shard_of(tensor, layout.dtensor(local, param, mesh))
 
 
 def shard_of(tensor: nn.Parameter, sharded: DTensor) -> nn.Parameter:
@@ -153,18 +154,3 @@ def shard_of(tensor: nn.Parameter, sharded: DTensor) -> nn.Parameter:
         vars(parameter).update(vars(tensor))
     _torch.share_hooks(tensor, parameter)
     return parameter
-
-
-def param_of(tensor: Tensor, group: Group) -> Param:
-    """Return how a DTensor is cut, without a place in a model's table."""
-    assert isinstance(tensor, DTensor)
-    placement = tensor.placements[0]
-    dim = placement.dim if isinstance(placement, Shard) else None
-    return Param(0, (), tuple(tensor.shape), tensor.dtype, tensor.dtype, group.size, dim)
-
-
-def dtensor(local: Tensor, param: Param, mesh: DeviceMesh) -> DTensor:
-    """Wrap this rank's shard of a parameter."""
-    stride = torch.empty(param.shape, device="meta").stride()
-    shape = torch.Size(param.shape)
-    return DTensor.from_local(local.contiguous(), mesh, [placement_of(param)], run_check=False, shape=shape, stride=stride)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx import _torch, runtime, sharding
+from zerofx import _torch, layout
 from zerofx.groups import Group
 from zerofx.heap import Heap
 from zerofx.params import Param, choose_dim
@@ -94,7 +94,7 @@ class Storages:
             return
         whole = self._whole(storage)
         held.checksum = checksum(whole)
-        cut = runtime.cut(whole, held.param, self._group)
+        cut = layout.cut(whole, held.param, self._group)
         if held.shard is None:
             held.shard = cut.clone(memory_format=torch.contiguous_format)
         else:
@@ -138,7 +138,7 @@ class Storages:
         self._open.add(storage)
         if gather:
             assert held.shard is not None
-            whole = sharding.dtensor(held.shard, held.param, self._mesh).full_tensor()
+            whole = layout.whole(layout.dtensor(held.shard, held.param, self._mesh), self._group)
             self._whole(storage).copy_(whole)
 
     def _whole(self, storage: UntypedStorage) -> Tensor:
