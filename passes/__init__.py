@@ -2,6 +2,7 @@
 
 from zerofx.passes.bucket import Bucket
 from zerofx.passes.lower import Lower
+from zerofx.passes.offload import Offload
 from zerofx.passes.preserve import Preserve
 from zerofx.passes.recompute import Recompute
 from zerofx.passes.reduce import Reduce
@@ -13,8 +14,8 @@ from zerofx.passes.unshard import Unshard
 from zerofx.pipeline import Pipeline
 
 STAGES = {
-    0: Pipeline(Unshard(), Recompute(), Preserve(), Reduce(), Bucket(), Schedule(), Lower()),
-    1: Pipeline(Unshard(), Recompute(), Preserve(), Reduce(), Refresh(), Bucket(), Schedule(), Lower()),
-    2: Pipeline(Unshard(), Recompute(), Preserve(), Reduce(), Refresh(), Bucket(), Schedule(), Lower()),
-    3: Pipeline(Unshard(), Recompute(), Preserve(), Regather(), Release(), Reduce(), Refresh(), Bucket(), Schedule(), Lower()),
+    0: Pipeline(Unshard(), Recompute(), Preserve(), Reduce(), Bucket(), Schedule(), Offload(), Lower()),
+    1: Pipeline(Unshard(), Recompute(), Preserve(), Reduce(), Refresh(), Bucket(), Schedule(), Offload(), Lower()),
+    2: Pipeline(Unshard(), Recompute(), Preserve(), Reduce(), Refresh(), Bucket(), Schedule(), Offload(), Lower()),
+    3: Pipeline(Unshard(), Recompute(), Preserve(), Regather(), Release(), Reduce(), Refresh(), Bucket(), Schedule(), Offload(), Lower()),
 }

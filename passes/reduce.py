@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from zerofx import ops
+from zerofx import memory, ops
 from zerofx.program import Level, Mark, Phase, Program, Sync, arguments, output_of
 
 _ADD = torch.ops.aten.add.Tensor
@@ -49,7 +49,7 @@ class Reduce:
     def apply(self, program: Program, plan: tuple[Sum, ...]) -> Program:
         """Rebuild each tree of additions over whole gradients, and reduce its root."""
         graph, nodes, output = program.graph, program.nodes(), output_of(program.graph)
-        places = program.positions()
+        places, stored = program.positions(), memory.stored_gradients(program.params, program.config)
         for item in plan:
             whole: dict[Node, Node] = {nodes[name]: arguments(nodes[name])[0] for name in item.terms}
             for addition in sorted((nodes[name] for name in item.additions), key=places.__getitem__):
@@ -61,7 +61,8 @@ class Reduce:
             result, total = nodes[item.result], whole[nodes[item.result]]
             if program.sync is Sync.REDUCE_KEPT:
                 total = _add_pending(program, total, result, item.index)
-            if program.sync is Sync.KEEP or program.group.size == 1:
+            is_alone = program.group.size == 1 and item.index not in stored  # what goes to disk does so behind a reduction
+            if program.sync is Sync.KEEP or is_alone:
                 reduced = total
             else:
                 with graph.inserting_before(result):

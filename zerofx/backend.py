@@ -276,7 +276,7 @@ class Tracing:
 
     def _forward(self, scheduled: Program) -> Callable[[list[Any]], Any]:
         tape = self.lower(scheduled, "forward")
-        waits = any(scheduled.marked("refresh_wait"))
+        waits, on_disk = any(scheduled.marked("refresh_wait")), reads_disk(scheduled)
         runtime, compilation, unit = self.backend.runtime, self.compilation, unit_of(scheduled)
         communicates = runtime.config.stage == 3
 
@@ -284,6 +284,8 @@ class Tracing:
             runtime.executed.append(compilation)
             if waits:
                 inputs.append(runtime.wholes.arrivals)
+            if on_disk:
+                inputs.append(runtime.stored)
             if communicates:
                 return runtime.agreement.turn(unit, lambda: tape(inputs), is_last=self.is_whole)
             return runtime.agreement.guard(lambda: tape(inputs))  # waits for refreshes
@@ -303,18 +305,20 @@ class _Backward:
         names = dict(_reduced(tracing.compilation.records))
         self._reduced = [(place, names[node.name]) for place, node in enumerate(results) if node is not None and node.name in names]
         self._indices = [index for _, index in self._reduced]
-        self._tapes: dict[Sync, tuple[Tape, Unit, tuple[int, ...]]] = {
-            Sync.REDUCE: (tracing.lower(scheduled, "backward"), unit_of(scheduled), ())
+        self._tapes: dict[Sync, tuple[Tape, Unit, tuple[int, ...], bool]] = {
+            Sync.REDUCE: (tracing.lower(scheduled, "backward"), unit_of(scheduled), (), reads_disk(scheduled))
         }
 
     def __call__(self, inputs: list[Any]) -> Any:
         sync = self._runtime.gradients.sync(self._indices)
         if sync not in self._tapes:
             self._tapes[sync] = self._lower(sync)
-        tape, unit, pending = self._tapes[sync]
+        tape, unit, pending, on_disk = self._tapes[sync]
         gradients, agreement = self._runtime.gradients, self._runtime.agreement
         is_last = self._tracing.is_whole and not gradients.has_leftovers(self._indices)
         inputs.extend(gradients.take_pending(index) for index in pending)
+        if on_disk:
+            inputs.append(self._runtime.stored)
         if sync is not Sync.KEEP:
             return agreement.turn(unit, lambda: tape(inputs), is_last=is_last)
         results = list(tape(inputs))
@@ -323,16 +327,22 @@ class _Backward:
             results[place] = None
         return results
 
-    def _lower(self, sync: Sync) -> tuple[Tape, Unit, tuple[int, ...]]:
+    def _lower(self, sync: Sync) -> tuple[Tape, Unit, tuple[int, ...], bool]:
         with torch.no_grad(), self._runtime.agreement.compiling():
             scheduled = self._tracing.schedule_backward(self._source, sync)
             pending = tuple(mark.params[0] for _, mark in scheduled.marked("pending"))
-            return self._tracing.lower(scheduled, f"backward, {sync.value}"), unit_of(scheduled), pending
+            tape = self._tracing.lower(scheduled, f"backward, {sync.value}")
+            return tape, unit_of(scheduled), pending, reads_disk(scheduled)
 
 
 def unit_of(program: Program) -> Unit:
     """Return the communication of a scheduled program."""
     return Unit(tuple((mark.kind.removesuffix("_start"), mark.params) for _, mark in program.marked("gather_start", "reduce_start")))
+
+
+def reads_disk(program: Program) -> bool:
+    """Whether a scheduled program takes what lies on disk as its last input."""
+    return any(program.marked("load", "store"))
 
 
 def _reduced(records: Sequence[Record]) -> list[tuple[str, int]]:

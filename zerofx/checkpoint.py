@@ -56,8 +56,8 @@ def save(
     planner, writer = DefaultSavePlanner(), storage.Writer(path)
 
     def look() -> tuple[tuple[Owners, Tensor], dict[str, int]]:
-        if runtime.streaming is not None:
-            runtime.streaming.settle()
+        if runtime.disk is not None:
+            runtime.disk.settle()
         return (Owners.of(model, optim), states.packed_extras(extra)), states.digests(_buffers(model))
 
     (owners, extras), of_first = steps.step(where, look, lambda digests: [digests[0]] * len(digests))

@@ -15,7 +15,7 @@ from zerofx.fieldtypes import read_from
 from zerofx.lossscale import LossScale
 from zerofx.migration import Component, Report
 from zerofx.names import check_names
-from zerofx.offload import Offload
+from zerofx.offload import KINDS, Offload
 from zerofx.units import parse_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads settings without it
@@ -46,14 +46,17 @@ def _no_code(where: str, field: str, value: Any) -> ConfigError:
     )
 
 
-def _offload(given: Any) -> Offload | None:
+def offload_from(given: Any, where: str) -> Offload | None:
+    """Return what an ``offload`` argument says. Raises ConfigError."""
     if given is None or isinstance(given, Offload):
         return given
-    with read_from("zerofx.Config(offload=...)"):
+    with read_from(where):
         if isinstance(given, Mapping):
             return configfile.decoded(Offload, given, {})
-        check_names([given], ["optimizer"], where="", what="state to offload")
-        return Offload(optimizer="disk")
+        if str(given).partition(":")[0] == "disk":
+            return configfile.decoded(Offload, dict.fromkeys(KINDS, given), {})
+        check_names([given], [*KINDS, "disk"], where="", what="state to offload")
+        return configfile.decoded(Offload, {given: "disk"}, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +91,11 @@ class Config:
     whole until an optimizer changes them, so that only the first of several micro-batches gathers them. ``recompute`` says which
     activations a backward computes again: those within the repeated ``"blocks"``, all but products and attention (``"selective"``),
     those within modules by patterns of qualified names, by a policy as torch's ``create_selective_checkpoint_contexts`` takes, or so
-    many that at most a fraction (a float), or a number of bytes, is kept. ``offload`` is an ``Offload``, or a dict of its fields:
-    optimizers' state, and at stages 1 and 2 the fp32 shards, lie on disk; ``"optimizer"`` is short for the usual ones. ``hardware`` are
-    the figures that the schedule goes by, or the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither
-    computing with them nor compiling, is an error on all; with None the ranks do not ask each other, and those that differ wait for ever.
+    many that at most a fraction (a float), or a number of bytes, is kept. ``offload`` is an ``Offload``, or a dict of its fields: what
+    of the training state lies on disk; ``"disk"`` or ``"disk:DIRECTORY"`` is short for all of it, ``"optimizer"`` for that. ``hardware``
+    are the figures that the schedule goes by, or the name of a machine. A rank that the others wait for longer than ``timeout_s``,
+    neither computing with them nor compiling, is an error on all; with None the ranks do not ask each other, and those that differ wait
+    for ever.
     """
 
     stage: int = 3
@@ -198,7 +202,7 @@ class Config:
         return world_size if self.reduce == "mean" else 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offload", _offload(self.offload))
+        object.__setattr__(self, "offload", offload_from(self.offload, "zerofx.Config(offload=...)"))
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in (0, 1, 2, 3):
             raise ConfigError(
                 f"stage={self.stage!r} is not a ZeRO stage",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,22 +16,28 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from zerofx import _torch, groups, layout, sharding
 from zerofx.checks import check_memory, mesh_of
+from zerofx.config import offload_from
 from zerofx.errors import ConfigError, ShardingError, ZerofxError
 from zerofx.groups import Group
 from zerofx.modes import Addresses, Operators
 from zerofx.module import binding_of
+from zerofx.offload import Offload
 from zerofx.storages import Held, Storages, checksum
+from zerofx.stored import ATTRIBUTE
 from zerofx.vacancies import give_memory
 
 
 @contextmanager
-def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> Iterator[None]:
+def init(
+    model: nn.Module | None = None, *, mesh: DeviceMesh | None = None, offload: Offload | Mapping[str, Any] | str | None = None
+) -> Iterator[None]:
     """Build modules inside, each parameter sharded as it is built; after it they hold DTensors, for ``zerofx.compile``.
 
     Constructors and initialisations see ordinary whole parameters, one at a time, and draw the numbers that they would draw
     without this context. All ranks run the same code, and draw rank 0's numbers. An operator on another parameter than the last one
     gathers it, unless it overwrites it. ``model``: one that exists already, compiled or not, whose parameters are filled inside, as after
-    ``zerofx.compile`` on the meta device. ``mesh``: as for ``zerofx.compile``; by default the model's, or all ranks.
+    ``zerofx.compile`` on the meta device. ``mesh``: as for ``zerofx.compile``; by default the model's, or all ranks. ``offload``: as for
+    ``zerofx.compile``; shards that go to disk do so as soon as the next parameter is worked on.
 
     Whole until the end are parameters that share their storage or are not contiguous, those whose address was taken (``numpy()``,
     ``data_ptr()``), and copies of modules (``copy.deepcopy``) until they become part of another.
@@ -55,7 +61,10 @@ def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> I
         )
     mesh = mesh if model is None else mesh_of(model, mesh, "zerofx.init")
     mesh, group = groups.resolve_mesh(mesh, groups.device_type(), where="zerofx.init")
-    site = _Site(mesh, group)
+    settings = offload_from(offload, "zerofx.init(offload=...)")
+    if settings is not None:
+        settings.check(mesh.device_type)
+    site = _Site(mesh, group, settings)
     if model is not None:
         site.enter(model)
     try:
@@ -75,9 +84,9 @@ def init(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> I
 class _Site:
     """Where modules are built: their storages, and what the modules will hold in the end."""
 
-    def __init__(self, mesh: DeviceMesh, group: Group) -> None:
+    def __init__(self, mesh: DeviceMesh, group: Group, offload: Offload | None) -> None:
         self._mesh, self._group = mesh, group
-        self._storages = Storages(mesh, group)
+        self._storages = Storages(mesh, group, offload)
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._compiled: dict[nn.Parameter, nn.Parameter] = {}  # whole stand-ins of parameters that are shards already
 
@@ -182,7 +191,10 @@ class _Site:
             )
         if held is None and param.dim is not None:
             shard = shard.clone(memory_format=torch.contiguous_format)
-        return sharding.shard_of(parameter, layout.dtensor(shard, param, self._mesh))
+        sharded = sharding.shard_of(parameter, layout.dtensor(shard, param, self._mesh))
+        if shard in self._storages.mapped:
+            vars(sharded)[ATTRIBUTE] = self._storages.mapped
+        return sharded
 
     def _check_left(self) -> None:
         """Check that nothing still needs the memory of a whole parameter that is gone."""

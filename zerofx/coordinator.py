@@ -18,6 +18,7 @@ from zerofx.config import Config
 from zerofx.eventlog import EventLog
 from zerofx.groups import Group
 from zerofx.params import Param
+from zerofx.stored import Stored
 from zerofx.trace import Route, Trace
 from zerofx.wholes import Versions
 
@@ -69,7 +70,9 @@ class Coordinator:
         local_shard: Callable[[int], Tensor],
         log: EventLog,
         agreement: Agreement,
+        stored: Stored | None,
     ) -> None:
+        self._stored = stored
         self._limits, self._group, self._params, self._agreement = config.hooks, group, params, agreement
         self._versions, self._local_shard, self._log = versions, local_shard, log
         sharded = [param for param in params if param.dim is not None and not param.stays]
@@ -227,6 +230,8 @@ class Coordinator:
             whole.version = version
         with torch.no_grad():
             shards, targets = [self._local_shard(index) for index in missing], [whole.target for whole in wholes]
+            if self._stored is not None:
+                self._stored.load(missing)
             unit = Unit((("gather", missing),))
             refresh = self._agreement.turn(unit, lambda: collectives.refresh_start(targets, shards, params, self._group))
         flight = Flight(f"gather {self._launched}", missing, refresh)
@@ -242,6 +247,8 @@ class Coordinator:
             return
         with torch.no_grad():
             self._agreement.guard(flight.refresh.wait)
+        if self._stored is not None:
+            self._stored.evict(flight.indices)
         for other in flight.indices:
             del self._flights[other]
         params = [self._params[other] for other in flight.indices]

@@ -91,8 +91,8 @@ class HookedRuntime(Runtime):
         super().__init__(*state)
         self._log = EventLog(self.config, self.group, self.params)
         facts = self.config, self.group, self.params
-        self._coordinator = Coordinator(*facts, self.tensors, self.versions, self.local_shard, self._log, self.agreement)
-        self._reductions = Reductions(*facts, self._log, self.agreement)
+        self._coordinator = Coordinator(*facts, self.tensors, self.versions, self.local_shard, self._log, self.agreement, self.stored)
+        self._reductions = Reductions(*facts, self._log, self.agreement, self.stored)
         self._names = {module: name for name, module in self._modules}
         self._pass = Pass([])
         self._stack: list[Call] = []

@@ -5,6 +5,7 @@ A file has no name, so nobody else opens it, and the system frees its space when
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, UntypedStorage
 
+_GROWTH_BYTES = 2**26
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; the mmap module has no names for them
 
 
@@ -41,6 +43,15 @@ class MappedFile:
         self._taken_bytes += pages_bytes(nbytes)
         return start
 
+    def write(self, start: int, source: Tensor) -> None:
+        """Write a tensor's values without making their place resident. Raises OSError."""
+        dense = source.detach().contiguous()
+        # numpy() would keep the storage from being resized ever after
+        left = memoryview((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())).cast("B")
+        while left:
+            written = os.pwrite(self._number, left, start)
+            left, start = left[written:], start + written
+
     def sync(self) -> None:
         """Wait until all that was written is on the disk. Raises OSError where it cannot be."""
         os.fdatasync(self._number)
@@ -54,9 +65,28 @@ class Region:
     start: int
     nbytes: int
 
+    @staticmethod
+    def of(file: MappedFile, nbytes: int) -> Region:
+        """Take the next bytes of a file."""
+        return Region(file, file.take(nbytes), nbytes)
+
     def advise(self, advice: int) -> None:
         if self.nbytes:
             self.file.memory.madvise(advice, self.start, self.nbytes)
+
+
+class GrowingFiles:
+    """Files for tensors of which nobody knows yet how many there will be."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._last: MappedFile | None = None
+
+    def region(self, nbytes: int) -> Region:
+        """Take so many bytes. Raises OSError where a disk has not so many."""
+        if self._last is None or self._last.left_bytes < pages_bytes(nbytes):
+            self._last = MappedFile(self._directory, max(_GROWTH_BYTES, pages_bytes(nbytes)))
+        return Region.of(self._last, nbytes)
 
 
 class MappedTensors:
@@ -72,7 +102,7 @@ class MappedTensors:
         """Put a tensor, and views of it, into a file; all stay the tensors that they are."""
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         nbytes = extent * tensor.element_size() if tensor.numel() else 0
-        region, base = Region(file, file.take(nbytes), nbytes), tensor.storage_offset()
+        region, base = Region.of(file, nbytes), tensor.storage_offset()
         if nbytes:
             moved = torch.frombuffer(file.memory, dtype=tensor.dtype, count=extent, offset=region.start)
             with torch.no_grad():
@@ -80,6 +110,28 @@ class MappedTensors:
                 for one in (tensor, *views):
                     one.set_(moved.untyped_storage(), one.storage_offset() - base, one.shape, one.stride())
         self._regions[tensor.untyped_storage()] = region
+
+    def put(self, source: Tensor, region: Region) -> Tensor:
+        """Return a tensor that lies in a file, with the values of another one; it is not resident. Raises OSError."""
+        region.file.write(region.start, source)
+        count = source.numel()
+        made = torch.frombuffer(region.file.memory, dtype=source.dtype, count=count, offset=region.start).view(source.shape)
+        self._regions[made.untyped_storage()] = region
+        return made
+
+    def write(self, tensor: Tensor, source: Tensor) -> None:
+        """Give one of these tensors the values of another one, without making it resident. Raises OSError."""
+        region = self._regions[tensor.untyped_storage()]
+        region.file.write(region.start, source)
+
+    def __reduce__(self) -> tuple[type[MappedTensors], tuple[()]]:
+        return MappedTensors, ()  # a copy of a tensor lies in memory
+
+    def adopt(self, tensor: Tensor, other: MappedTensors) -> None:
+        """Take charge of a tensor that another one put into a file."""
+        storage = tensor.untyped_storage()
+        if (region := other._regions.get(storage)) is not None:
+            self._regions[storage] = region
 
     def load(self, tensors: Iterable[Tensor], *, to_write: bool) -> None:
         """Make tensors resident. Raises OSError where the disk fails, which would end the process at the access."""
@@ -98,6 +150,11 @@ class MappedTensors:
     def evict(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors out of the memory of this process; what was written reaches the file."""
         for region in self._found(tensors):
+            region.advise(mmap.MADV_DONTNEED)
+
+    def evict_all(self) -> None:
+        """Take everything out of the memory of this process."""
+        for region in list(self._regions.values()):
             region.advise(mmap.MADV_DONTNEED)
 
     def files(self) -> set[MappedFile]:

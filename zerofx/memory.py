@@ -10,6 +10,7 @@ from torch.fx import Node
 from zerofx.collectives import arrives_whole, chunks
 from zerofx.config import Config
 from zerofx.groups import Group
+from zerofx.offload import Offload
 from zerofx.params import Param
 from zerofx.program import Mark, Phase, Program
 
@@ -69,6 +70,24 @@ def arriving_bytes(program: Program) -> int:
     if program.phase is not Phase.FORWARD:
         return 0
     return sum(packed_bytes([program.params[index] for index in members], program.group) for members in program.refresh_buckets)
+
+
+def stored_shards(params: Sequence[Param], config: Config) -> frozenset[int]:
+    """Return the parameters whose shards lie on disk: all but small ones, and those that every one of several ranks reads in place."""
+    return _stored(params, config, "parameters")
+
+
+def stored_gradients(params: Sequence[Param], config: Config) -> frozenset[int]:
+    """Return the parameters whose reduced gradient shards lie on disk."""
+    return _stored(params, config, "gradients")
+
+
+def _stored(params: Sequence[Param], config: Config, kind: str) -> frozenset[int]:
+    offload = config.offload
+    if not isinstance(offload, Offload) or getattr(offload, kind) is None:
+        return frozenset()
+    cut = [param for param in params if param.dim is not None or param.world_size == 1]
+    return frozenset(param.index for param in cut if param.shard_numel * param.dtype.itemsize >= offload.min_bytes)
 
 
 def live(program: Program) -> list[Live]:

@@ -111,3 +111,24 @@ def refresh_wait(arrivals: Any, bucket: int) -> None:
 def add_pending(grad: Tensor, pending: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Add what backwards under ``no_sync`` gathered up on this rank, in the parameter's dtype, to this backward's gradient."""
     return (grad if pending is None else pending + grad).to(dtype)
+
+
+def read_ahead(stored: Any, members: tuple[int, ...]) -> None:
+    """Let the system read shards from disk beside what goes on."""
+    stored.read_ahead(members)
+
+
+def load(stored: Any, members: tuple[int, ...]) -> None:
+    """Wait until shards that lie on disk are in memory."""
+    stored.load(members)
+
+
+def evict(stored: Any, members: tuple[int, ...]) -> None:
+    """Take shards that lie on disk out of memory."""
+    stored.evict(members)
+
+
+def store(stored: Any, gradient: Tensor, index: int) -> Tensor | None:
+    """Put a reduced gradient on disk; None where it was added to the one there."""
+    result: Tensor | None = stored.store(index, gradient)
+    return result

@@ -14,6 +14,7 @@ from zerofx.config import Config
 from zerofx.eventlog import EventLog
 from zerofx.groups import Group
 from zerofx.params import Param
+from zerofx.stored import Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,15 @@ class Flight:
 class Reductions:
     """Takes whole gradients as they become complete, and gives this rank's reduced shards at the end of a backward."""
 
-    def __init__(self, config: Config, group: Group, params: tuple[Param, ...], log: EventLog, agreement: Agreement) -> None:
+    def __init__(
+        self, config: Config, group: Group, params: tuple[Param, ...], log: EventLog, agreement: Agreement, stored: Stored | None
+    ) -> None:
+        self._stored = stored
         self._config, self._group, self._params, self._log, self._agreement = config, group, params, log, agreement
         self._divisor = config.divisor(group.size)
         self._open: list[tuple[Param, Tensor]] = []
         self._flights: deque[Flight] = deque()
-        self._reduced: dict[int, Tensor] = {}
+        self._reduced: dict[int, Tensor | None] = {}
         self._launched = 0
 
     def add(self, index: int, grad: Tensor) -> None:
@@ -53,7 +57,7 @@ class Reductions:
             self._wait()
         self._reduced = {}
 
-    def finish(self) -> dict[int, Tensor]:
+    def finish(self) -> dict[int, Tensor | None]:
         """Launch and wait for the rest; return every padded gradient shard by parameter."""
         if self._open:
             self._launch()
@@ -88,7 +92,8 @@ class Reductions:
     def _give(self, index: int, shard: Tensor) -> None:
         """Two forwards in one backward give a parameter two gradients."""
         earlier = self._reduced.get(index)
-        self._reduced[index] = shard if earlier is None else earlier + shard
+        total = shard if earlier is None else earlier + shard
+        self._reduced[index] = total if self._stored is None else self._stored.store(index, total)
 
 
 def _indices(flight: Flight) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ def cut(program: Program) -> Iterator[Part]:
 
 
 _BUFFER = torch.ops.aten.new_empty.default
-_STEPS = (ops.refresh_wait, ops.add_pending)
+_STEPS = (ops.refresh_wait, ops.add_pending, ops.read_ahead, ops.load, ops.evict, ops.store)
 
 
 def is_boundary(node: Node) -> bool:

@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from zerofx import _torch, collectives, groups, layout
 from zerofx.agreement import Agreement, Unit
 from zerofx.config import Config
+from zerofx.disk import Disk
 from zerofx.divergence import EVALUATION, KEEPING, TRAINING
 from zerofx.errors import ShardingError, ZerofxError
 from zerofx.gradients import Gradients
@@ -27,6 +28,7 @@ from zerofx.offload import Offload
 from zerofx.params import Param
 from zerofx.render import Schedule
 from zerofx.rendezvous import Rendezvous
+from zerofx.stored import Stored
 from zerofx.streaming import Streaming
 from zerofx.vacancies import Vacancies
 from zerofx.wholes import Versions, WholeCopies
@@ -70,8 +72,9 @@ class Runtime(ABC):
         self.agreement = self._new_agreement()
         self.gradients = Gradients(config, group, params, tensors, self.agreement)
         self._padded = [layout.with_room(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
-        offload = config.offload
-        self.streaming = Streaming(offload, group, params, tensors, self._padded) if isinstance(offload, Offload) else None
+        self.disk = Disk(config.offload, group) if isinstance(config.offload, Offload) else None
+        self.stored = None if self.disk is None else Stored(self.disk, config, params, tensors, self._padded)
+        self._streaming = None if self.disk is None else Streaming(self.disk, config, params, tensors, self._padded)
 
     def __getstate__(self) -> tuple[Any, ...]:
         """A copy starts anew: graphs, communication in flight and gathered gradients stay behind."""
@@ -116,8 +119,9 @@ class Runtime(ABC):
             raise
 
     def _forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.streaming is not None:
-            self.streaming.settle(waits=False)  # here all ranks learn of it
+        if self.disk is not None and self.stored is not None:
+            self.disk.settle(waits=False)  # here all ranks learn of it
+            self.stored.prepare()
         self._check_parameters()
         self.gradients.forget()
         self._shards_again = []  # of a backward that raised
@@ -144,8 +148,8 @@ class Runtime(ABC):
             self.shards = []
             self._reads = []
             self.agreement.guard(self.wholes.arrivals.finish)
-            if self.streaming is not None:
-                self.streaming.evict_masters()
+            if self.disk is not None:
+                self.disk.tensors.evict_all()
 
     @abstractmethod
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,13 +183,15 @@ class Runtime(ABC):
         return self.agreement.turn(Unit((("gather", (param.index,)),)), lambda: self._gather([param], [shard])[0])
 
     def _gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
-        return collectives.gather_wait(collectives.gather_start(shards, params, self.group), params, self.group)
+        """Gather now, outside a compiled graph."""
+        with nullcontext() if self.stored is None else self.stored.resident([param.index for param in params]):
+            return collectives.gather_wait(collectives.gather_start(shards, params, self.group), params, self.group)
 
     def _refresh(self) -> None:
         """Launch the gathers of the whole copies that are stale."""
         if stale := self.wholes.stale():
-            if self.streaming is not None:
-                self.streaming.load_masters(index for bucket in stale for index in self.wholes.buckets[bucket])
+            if self.stored is not None:
+                self.stored.load(index for bucket in stale for index in self.wholes.buckets[bucket])
             unit = Unit(tuple(("refresh", self.wholes.buckets[bucket]) for bucket in stale))
             self.agreement.turn(unit, lambda: self.wholes.refresh(stale, self.shards))
 

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofx import _torch, layout
 from zerofx.groups import Group
 from zerofx.heap import Heap
+from zerofx.mapped import GrowingFiles, MappedTensors
+from zerofx.offload import Offload
 from zerofx.params import Param, choose_dim
 
 
@@ -35,8 +37,12 @@ class Held:
 class Storages:
     """Opens and closes the storages of parameters; all ranks do so in the same order, because they run the same code."""
 
-    def __init__(self, mesh: DeviceMesh, group: Group) -> None:
+    def __init__(self, mesh: DeviceMesh, group: Group, offload: Offload | None = None) -> None:
         self._mesh, self._group = mesh, group
+        self.mapped = MappedTensors()
+        directory = None if offload is None or offload.parameters is None else offload.directory("parameters")
+        self._files = None if directory is None else GrowingFiles(directory)
+        self._least_bytes = 0 if offload is None else offload.min_bytes
         self._held: weakref.WeakKeyDictionary[UntypedStorage, Held] = weakref.WeakKeyDictionary()
         self._open: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
         self._heap = Heap()
@@ -96,7 +102,9 @@ class Storages:
         held.checksum = checksum(whole)
         cut = layout.cut(whole, held.param, self._group)
         if held.shard is None:
-            held.shard = cut.clone(memory_format=torch.contiguous_format)
+            held.shard = self._kept(cut)
+        elif held.shard in self.mapped:
+            self.mapped.write(held.shard, cut)
         else:
             held.shard.copy_(cut)
             torch.autograd.graph.increment_version(held.shard)  # inside of a mode nothing counts
@@ -104,6 +112,11 @@ class Storages:
             storage.resize_(0)
             self._open.discard(storage)
             self._heap.freed(_bytes(held.param))
+
+    def _kept(self, cut: Tensor) -> Tensor:
+        if self._files is None or cut.nbytes < self._least_bytes:
+            return cut.clone(memory_format=torch.contiguous_format)
+        return self.mapped.put(cut, self._files.region(cut.nbytes))
 
     def forget(self, storage: UntypedStorage) -> None:
         """Leave an open storage to its owner."""
@@ -140,6 +153,7 @@ class Storages:
             assert held.shard is not None
             whole = layout.whole(layout.dtensor(held.shard, held.param, self._mesh), self._group)
             self._whole(storage).copy_(whole)
+            self.mapped.evict([held.shard])
 
     def _whole(self, storage: UntypedStorage) -> Tensor:
         """Return a new tensor on a storage; its writes do not count in versions of the parameter."""

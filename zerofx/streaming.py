@@ -1,7 +1,7 @@
-"""Optimizer steps whose state lies in files: parameters are updated window by window, and only one window's state is resident.
+"""Optimizer steps on what lies in files: parameters are updated window by window, and only one window is resident.
 
 A step of torch's optimizers walks through ``param_groups`` and treats each parameter by itself. So it is given, in the place of the
-optimizer, one that shares everything with it but has its groups in parts: before it goes on to the next part, the state of the last is
+optimizer, one that shares everything with it but has its groups in parts: before it goes on to the next part, the last is
 written and leaves memory.
 """
 
@@ -11,8 +11,6 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,39 +19,42 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerofx import _torch
-from zerofx.consensus import Consensus
-from zerofx.errors import ConfigError, OffloadError
-from zerofx.groups import Group
+from zerofx import _torch, memory
+from zerofx.config import Config
+from zerofx.disk import Disk
+from zerofx.errors import ConfigError
 from zerofx.heap import Heap
-from zerofx.mapped import MappedFile, MappedTensors, pages_bytes
-from zerofx.offload import Offload
+from zerofx.mapped import MappedFile, pages_bytes
 from zerofx.params import Param
 
 ParamGroup = dict[str, Any]
 
-_TIMEOUT_S = 600.0  # for a rank that comes to its first step later than the others
 _WHERE = "the step of an optimizer, with offload"
 
 
 class Streaming:
-    """Keeps the state of every optimizer of one model in files, from its first step on, and the shards that have a whole copy beside them.
+    """Lets every optimizer of one model step window by window through its state, shards and gradients in files.
+
+    State goes into files from an optimizer's first step on; so do the shards that have a whole copy beside them.
 
     Of those that are padded, ``padded`` has all of their memory.
     """
 
     def __init__(
-        self, settings: Offload, group: Group, params: Sequence[Param], tensors: Sequence[nn.Parameter], padded: Sequence[Tensor | None]
+        self,
+        disk: Disk,
+        config: Config,
+        params: Sequence[Param],
+        tensors: Sequence[nn.Parameter],
+        padded: Sequence[Tensor | None],
     ) -> None:
-        self._settings, self._group = settings, group
+        self._disk, self._settings, self._mapped = disk, disk.settings, disk.tensors
+        masters = {param.index for param in params if param.has_copy and disk.settings.optimizer is not None}
+        self._shards = masters | memory.stored_shards(params, config)
         self._own = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._params, self._tensors, self._padded = params, tensors, padded
-        self._read: list[Tensor] = []
-        self._mapped, self._heap = MappedTensors(), Heap()
+        self._heap = Heap()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        self._written: Future[None] | None = None
-        self._failure: OffloadError | None = None
-        self._consensus = Consensus(f"{group.name}/offload", group, _TIMEOUT_S)
         this = weakref.ref(self)
 
         @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -68,40 +69,6 @@ class Streaming:
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             weakref.finalize(self, handle.remove)
-
-    def settle(self, *, waits: bool = True) -> None:
-        """Wait for the last step's writing, or only look. Raises OffloadError where it failed, or where anything did before."""
-        if self._written is not None and (waits or self._written.done()):
-            with self._failing():
-                self._written.result()
-            self._written = None
-        if self._failure is not None:
-            raise self._failure
-
-    def load_masters(self, members: Iterable[int]) -> None:
-        """Make shards resident that a forward will send to the other ranks."""
-        self._read += [_torch.local_tensor(self._tensors[index]) for index in members]
-        with self._failing():
-            self._mapped.load(self._read, to_write=False)
-
-    def evict_masters(self) -> None:
-        """Take what was sent out of memory."""
-        self._mapped.evict(self._read)
-        self._read = []
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Remember that the disk failed, so that all ranks raise when they next communicate."""
-        try:
-            yield
-        except OSError as error:
-            self._failure = OffloadError(
-                f"the disk fails under the state of an optimizer: {error}",
-                where=f"{self._settings.directory}, rank {self._group.rank}",
-                why="what it holds can be neither read nor written any more, so this model cannot be trained on",
-                remedy="start again from the last checkpoint, with offload to another disk",
-            )
-            raise self._failure from error
 
     def _own_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return an optimizer's parameters of this model, in its order."""
@@ -119,7 +86,7 @@ class Streaming:
                 why="it is one of all parameters together, and a step needs all of it",
                 remedy="leave offload out, or take an optimizer with a state for each parameter",
             )
-        self.settle()
+        self._disk.settle()
         if is_compiled or not _is_separable(optimizer):
             self._set_aside(optimizer, {})
             self._load(optimizer, own)
@@ -132,10 +99,8 @@ class Streaming:
         own = self._own_of(optimizer)
         if not own:
             return
-        self._mapped.evict(self._state_of(optimizer, own))
-        executor = ThreadPoolExecutor(1, thread_name_prefix="zerofx-offload")
-        self._written = executor.submit(_sync, self._mapped.files())
-        executor.shutdown(wait=False)
+        self._mapped.evict(self._locals(optimizer, own))
+        self._disk.sync()
 
     def _parts(self, optimizer: Optimizer, groups: Iterable[ParamGroup]) -> Iterator[ParamGroup]:
         """Yield the groups of a step in parts, one window each."""
@@ -143,7 +108,7 @@ class Streaming:
         sizes = self._sizes_of_new(optimizer, own)
         file = self._set_aside(optimizer, sizes)
         for tensor in own:
-            sizes[tensor] = sizes.get(tensor, 0) + sum(map(_bytes, self._large(optimizer, tensor)))
+            sizes[tensor] = sizes.get(tensor, 0) + sum(map(_bytes, self._resident(optimizer, tensor)))
         places = {id(tensor): place for place, tensor in enumerate(own)}
         for group in groups:
             members = [tensor for tensor in group["params"] if tensor.grad is not None]
@@ -159,13 +124,13 @@ class Streaming:
                     self._leave(optimizer, stepped, file)
 
     def _load(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
-        with self._failing():
-            self._mapped.load(self._state_of(optimizer, tensors), to_write=True)
+        with self._disk.failing():
+            self._mapped.load(self._locals(optimizer, tensors), to_write=True)
 
     def _read_ahead(self, optimizer: Optimizer, coming: Sequence[nn.Parameter], sizes: Mapping[Tensor, int]) -> None:
         """Let the system read the next window while this one is updated."""
         following = next(windows((sizes[tensor] for tensor in coming), self._settings.window_bytes), range(0))
-        self._mapped.read_ahead(self._state_of(optimizer, coming[: len(following)]))
+        self._mapped.read_ahead(self._locals(optimizer, coming[: len(following)]))
 
     def _leave(self, optimizer: Optimizer, stepped: Sequence[nn.Parameter], file: MappedFile | None) -> None:
         """Put what a window has made into the file, and take the window out of memory."""
@@ -173,7 +138,7 @@ class Streaming:
             for value in self._large(optimizer, tensor):
                 if file is not None and _local(value) not in self._mapped and file.left_bytes >= pages_bytes(_bytes(value)):
                     self._move(value, file)
-        self._mapped.evict(self._state_of(optimizer, stepped))
+        self._mapped.evict(self._locals(optimizer, stepped))
         self._stepped.setdefault(optimizer, set()).update(map(id, stepped))
 
     def _set_aside(self, optimizer: Optimizer, new: Mapping[Tensor, int]) -> MappedFile | None:
@@ -185,18 +150,7 @@ class Streaming:
         if not total:
             return None
 
-        def create() -> tuple[MappedFile, None]:
-            try:
-                return MappedFile(self._settings.directory, total), None
-            except OSError as error:
-                raise OffloadError(
-                    f"there is no space for {total} bytes of optimizer state: {error.strerror}",
-                    where=f"{self._settings.directory}, rank {self._group.rank}",
-                    why="space for all of it is set aside before a step changes anything, and nothing was changed",
-                    remedy="make space there, or name another directory: offload={'optimizer': 'disk:DIRECTORY'}",
-                ) from error
-
-        file, _ = self._consensus.step(_WHERE, create, lambda given: given)
+        file = self._disk.set_aside("optimizer" if self._keeps_state else "parameters", total, _WHERE)
         for value in waiting:
             self._move(value, file)
             self._mapped.evict([_local(value)])
@@ -204,6 +158,8 @@ class Streaming:
 
     def _sizes_of_new(self, optimizer: Optimizer, own: Iterable[nn.Parameter]) -> dict[Tensor, int]:
         """Return the bytes of files that a step will need for parameters that it has not seen, from one on zeros of their shape."""
+        if not self._keeps_state:
+            return {}
         seen, found = self._stepped.get(optimizer, set()), dict[Tensor, int]()
         unseen = {id(tensor) for tensor in own if id(tensor) not in seen and not optimizer.state.get(tensor)}
         for group in optimizer.param_groups:
@@ -224,18 +180,26 @@ class Streaming:
         return sum(pages_bytes(_bytes(value)) for value in self._large(trial, zero))
 
     def _large(self, optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
-        """Return what belongs into files of a parameter: the tensors of its state, and the shard if only steps and refreshes read it."""
-        place = self._own.get(id(tensor))
-        masters = [tensor] if place is not None and self._params[place].has_copy else []
+        """Return what belongs into files of a parameter: the tensors of its state, and a shard that is not read in place."""
+        shard = [tensor] if self._own.get(id(tensor)) in self._shards else []
         state = [
             value
             for value in optimizer.state.get(tensor, {}).values()
             if isinstance(value, Tensor) and value.ndim and not value.requires_grad and _is_alone(_local(value))
         ]
-        return [value for value in masters + state if _bytes(value) >= self._settings.min_bytes]
+        return [value for value in shard + state * self._keeps_state if _bytes(value) >= self._settings.min_bytes]
 
-    def _state_of(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [_local(value) for tensor in tensors for value in self._large(optimizer, tensor)]
+    @property
+    def _keeps_state(self) -> bool:
+        return self._settings.optimizer is not None
+
+    def _resident(self, optimizer: Optimizer, tensor: Tensor) -> list[Tensor]:
+        """Return what a step reads of a parameter from files: what belongs there, and the gradient."""
+        grad = [] if tensor.grad is None or _local(tensor.grad) not in self._mapped else [tensor.grad]
+        return [*self._large(optimizer, tensor), *grad]
+
+    def _locals(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [_local(value) for tensor in tensors for value in self._resident(optimizer, tensor)]
 
     def _move(self, value: Tensor, file: MappedFile) -> None:
         local, place = _local(value), self._own.get(id(value))
@@ -286,8 +250,3 @@ def _bytes(value: Tensor) -> int:
     if isinstance(value, DTensor) and isinstance(placement := value.placements[0], Shard):
         shape[placement.dim] = -(-shape[placement.dim] // value.device_mesh.size())
     return math.prod(shape) * value.element_size()
-
-
-def _sync(files: Iterable[MappedFile]) -> None:
-    for file in files:
-        file.sync()

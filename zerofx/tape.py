@@ -19,7 +19,7 @@ from zerofx._torch import below_autograd
 from zerofx.program import output_of
 
 Run = Callable[[list[Any]], None]
-_WAITS = (torch.ops._c10d_functional.wait_tensor.default, ops.refresh_wait)
+_WAITS = (torch.ops._c10d_functional.wait_tensor.default, ops.refresh_wait, ops.load)
 
 
 @dataclass(frozen=True, slots=True)
