@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zerofx.errors import ConfigError
+from zerofx.units import parse_bytes
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -55,9 +56,12 @@ def _add_demo(commands: Any) -> None:
     )
     demo.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (3)")
     demo.add_argument("--nproc", type=_number(1), metavar="N", help="ranks to start (2; under torchrun as many as it started)")
-    demo.add_argument("--steps", type=_number(2), metavar="N", default=60, help="optimizer steps, at least 2: the first one compiles (60)")
+    demo.add_argument("--steps", type=_number(2), metavar="N", help="optimizer steps, at least 2: the first compiles (60; with --params 3)")
     demo.add_argument("--backend", choices=BACKENDS, default="inductor", help="what compiles the graphs (inductor)")
     demo.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
+    demo.add_argument("--params", type=_figure, metavar="P", help="train a model of about so many parameters instead, such as 1e9")
+    demo.add_argument("--memory-limit", type=_bytes, metavar="BYTES", help="with --params: what a rank may have in memory, such as 2GiB")
+    demo.add_argument("--offload", metavar="TARGET", help="with --params: where its states go, disk or disk:DIRECTORY (nowhere)")
     demo.set_defaults(run=_demo)
 
 
@@ -68,6 +72,13 @@ def _number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text, "memory_limit") or 0
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.why}") from None
 
 
 def _new_file(text: str) -> Path:
@@ -82,7 +93,23 @@ def _demo(options: argparse.Namespace) -> int:
     from zerofx.demo import Options
     from zerofx.demo.ranks import run
 
-    return run(Options(stage=options.stage, nproc=options.nproc, steps=options.steps, backend=options.backend, json_path=options.json))
+    if options.params is None and (options.memory_limit or options.offload):
+        print(
+            "zerofx demo: --memory-limit and --offload are for a large model: name its --params, such as 1e9", file=sys.stderr, flush=True
+        )
+        return EXIT_FAILED
+    return run(
+        Options(
+            stage=options.stage,
+            nproc=options.nproc,
+            steps=options.steps,
+            backend=options.backend,
+            json_path=options.json,
+            params=options.params,
+            memory_limit_bytes=options.memory_limit,
+            offload=options.offload,
+        )
+    )
 
 
 def _add_bench(commands: Any) -> None:

@@ -8,10 +8,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the demo is asked to do. ``nproc`` None is two ranks, or as many as a launcher has started."""
+    """What the demo is asked to do. ``nproc`` None is two ranks, or as many as a launcher has started.
+
+    With ``params``, a model of about so many is trained instead, without one process beside it; the resident memory of each rank may
+    not exceed ``memory_limit_bytes``, and ``offload`` is as for ``zerofx.compile``. ``steps`` None is 60, or 3 of that model.
+    """
 
     stage: int = 3
     nproc: int | None = None
-    steps: int = 60
+    steps: int | None = None
     backend: str = "inductor"
     json_path: Path | None = None
+    params: float | None = None
+    memory_limit_bytes: int | None = None
+    offload: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,22 +17,40 @@ from zerofx.shapes import Block
 VOCABULARY = 256
 CONTEXT_BYTES = 128
 ROWS_PER_RANK = 4
-WIDTH = 144
-HEADS = 6
-BLOCKS = 6
 SEED = 20
+_HEAD = 128  # width of a head of a large model
+_ASPECT = 100  # its width over its depth
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Width, heads and blocks of a GPT."""
+
+    width: int
+    heads: int
+    blocks: int
+
+    @staticmethod
+    def of(params: float) -> Size:
+        """Return the shape of a large model of about so many parameters: a block has 12 width^2."""
+        heads = max(1, round((params * _ASPECT / 12) ** (1 / 3) / _HEAD))
+        width = _HEAD * heads
+        return Size(width, heads, max(1, round(params / (12 * width**2))))
+
+
+SMALL = Size(width=144, heads=6, blocks=6)
 
 
 class ByteGPT(nn.Module):
     """A GPT over bytes with its embedding tied to its head."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size = SMALL) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Embedding(CONTEXT_BYTES, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(BLOCKS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.token = nn.Embedding(VOCABULARY, size.width)
+        self.position = nn.Embedding(CONTEXT_BYTES, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.blocks))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.token.weight
         self.apply(_initialise)
 
@@ -66,12 +85,12 @@ def standard_library_text() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def batch(text: Tensor, step: int, ranks: Iterable[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(text: Tensor, step: int, ranks: Iterable[int], device: torch.device, rows_per_rank: int = ROWS_PER_RANK) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, both (rows, CONTEXT_BYTES), of one step: those of ``ranks`` one after the other."""
     windows = []
     for rank in ranks:
         generator = torch.Generator().manual_seed(SEED + 2**20 * step + rank)
-        starts = torch.randint(len(text) - CONTEXT_BYTES, (ROWS_PER_RANK, 1), generator=generator)
+        starts = torch.randint(len(text) - CONTEXT_BYTES, (rows_per_rank, 1), generator=generator)
         windows.append(text[starts + torch.arange(CONTEXT_BYTES + 1)])
     rows = torch.cat(windows).long().to(device)
     return rows[:, :-1], rows[:, 1:]

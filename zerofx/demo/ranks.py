@@ -17,11 +17,13 @@ import torch.multiprocessing as mp
 
 import zerofx
 from zerofx.demo import Options
+from zerofx.demo.large import train_large
 from zerofx.demo.model import new_model, standard_library_text
 from zerofx.demo.report import Report
 from zerofx.demo.train import Rank, train_sharded, train_single
 
 DEFAULT_NPROC = 2
+STEPS = 60
 EXIT_FAILED = 1
 EXIT_DIFFERS = 3
 
@@ -138,18 +140,20 @@ def _communication(rank: Rank) -> str:
 def _train(options: Options, rank: Rank) -> int:
     """Train on one rank; on rank 0 also train without zerofx, and report. Returns the exit status."""
     text = standard_library_text()
-    start = time.perf_counter()
+    if options.params is not None:
+        return train_large(options, rank, text)
+    steps, start = options.steps or STEPS, time.perf_counter()
     model = zerofx.compile(new_model(rank.device), stage=options.stage, backend=options.backend)
     prepare_seconds = time.perf_counter() - start
     rank.say(f"stage {options.stage}, {rank.world_size} ranks on {rank.device.type}, {len(text) / 1e6:.1f} MB of Python source")
     rank.say(COMPILE_NOTES[options.backend])
-    sharded, measured = train_sharded(rank, text, model, options.steps)
+    sharded, measured = train_sharded(rank, text, model, steps)
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank.index != 0:
         return 0
     rank.say("the same batches in one process, eagerly, without zerofx:")
-    single = train_single(rank, text, options.steps)
+    single = train_single(rank, text, steps)
     report = Report(zerofx.schedule(model), measured, sharded, single, prepare_seconds + sharded.excess_seconds)
     rank.say(f"\n{report}")
     if options.json_path is not None:
