@@ -27,6 +27,7 @@ FIGURES: dict[str, Any] = {
     "elements_per_s": (("exp", 9e8),),
     "launch_s": 5e-6,
     "page_in_bytes_per_s": 4e9,
+    "disk_bytes_per_s": 1e9,
 }
 
 

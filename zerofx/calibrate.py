@@ -22,7 +22,7 @@ from zerofx.groups import Group, exchange
 from zerofx.machine import Hardware, Link
 
 # What the figures mean; older files are measured again.
-_FORMAT = 1
+_FORMAT = 2
 _ALONE = Group("", 1, 0, "")
 # Without ranks to measure with: gloo between two processes of one machine, over loopback. A judgement, in round numbers.
 _LOOPBACK = Link(latency_s=2e-4, rates=((2**16, 3e8), (2**22, 9e8), (2**25, 1e9)), cpu_s_per_byte=1e-9)
@@ -62,6 +62,7 @@ def measured(mesh: DeviceMesh | None, group: Group) -> Hardware:
         figures = _middle(exchange(figures, mesh, group))
     # all ranks share one machine as far as can be told, its memory too: the link that was measured is the only one
     figures["memory_bytes"] //= group.size
+    figures["disk_bytes_per_s"] /= group.size
     source = f"measured on {_processor_name()} with {torch.get_num_threads()} threads, {group.size} ranks"
     return Hardware(name="this_machine", source=source, ranks_per_node=group.size, intra_node=links, inter_node=links, **figures)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from zerofx.consensus import Consensus
 from zerofx.errors import OffloadError
 from zerofx.groups import Group
+from zerofx.heap import Heap
 from zerofx.mapped import MappedFile, MappedTensors
 from zerofx.offload import Offload
 
@@ -24,6 +25,7 @@ class Disk:
         self._consensus = Consensus(f"{group.name}/offload", group, _TIMEOUT_S)
         self._written: Future[None] | None = None
         self._failure: OffloadError | None = None
+        Heap().keep_large_out()
 
     def set_aside(self, kind: str, nbytes: int, where: str) -> MappedFile:
         """Return a file with so many bytes for a kind of state. All ranks call it together. Raises OffloadError on all of them."""

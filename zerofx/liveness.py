@@ -6,7 +6,7 @@ import enum
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from zerofx import ops
+from zerofx.memory import shards_bytes
 from zerofx.origins import module_of
+from zerofx.params import block_of
 from zerofx.program import Program, arguments, output_of
 from zerofx.steps import Step
 
@@ -28,6 +31,7 @@ class Kind(enum.StrEnum):
     BUFFER = "communication buffers"
     GRADIENT = "gradient shards"
     SAVED = "saved activations"
+    LOADED = "shards from disk"
     WORKING = "working memory"
 
 
@@ -79,9 +83,17 @@ def pieces(program: Program, steps: Sequence[Step], standing: frozenset[int]) ->
         for place, size in enumerate(_sizes(node.meta.get("val"), standing)):
             last = max(dies[node, place], born)
             stays_inside = node.op != "placeholder" and steps[born].is_fused and last == born
-            if size and not stays_inside:
+            if size and not stays_inside and node.target is not ops.store:
                 found[node, place] = Piece(born, last, size, _kind(node, last == end), module_of(node))
-    return _written_in_place(found, roots, steps)
+    return [*_written_in_place(found, roots, steps), *_loaded(program, step_of)]
+
+
+def _loaded(program: Program, step_of: dict[Node, int]) -> Iterator[Piece]:
+    """Yield the stays in memory of shards that lie on disk."""
+    ends = {mark.params: step_of[node] for node, mark in program.marked("evict")}
+    for node, mark in program.marked("load"):
+        params = [program.params[index] for index in mark.params]
+        yield Piece(step_of[node], ends[mark.params], shards_bytes(params), Kind.LOADED, block_of(params[0].name))
 
 
 def _roots(program: Program) -> dict[Node, Root]:

@@ -61,6 +61,7 @@ class Hardware:
     (kind, dtype, rate), where they differ; ``work.kind_of`` names the kinds.
     ``elements_per_s`` bound functions such as ``exp`` where arithmetic does so before memory; empty where it does not.
     ``page_in_bytes_per_s`` is how fast the system hands out memory for tensors so large that they get it anew each time; 0: at once.
+    ``disk_bytes_per_s`` is what a rank reads from disk while the others of its node do so too; 0: nobody knows.
     ``inter_node`` is what all adapters of a node do together. Raises ConfigError for a number that cannot be.
     """
 
@@ -77,11 +78,12 @@ class Hardware:
     kernel_flops_per_s: tuple[tuple[str, str, float], ...] = ()
     elements_per_s: tuple[tuple[str, float], ...] = ()
     page_in_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes_per_s", "memory_bytes", "ranks_per_node"):
             _check(0 < getattr(self, field) < math.inf, f"Hardware({field}={getattr(self, field)!r})")
-        for field in ("launch_s", "page_in_bytes_per_s"):
+        for field in ("launch_s", "page_in_bytes_per_s", "disk_bytes_per_s"):
             _check(0 <= getattr(self, field) < math.inf, f"Hardware({field}={getattr(self, field)!r})")
         _check(0 < self.achievable <= 1, f"Hardware(achievable={self.achievable!r})")
         rates = [rate for _, rate in (*self.flops_per_s, *self.elements_per_s)] + [rate for _, _, rate in self.kernel_flops_per_s]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ _MEMORY_BYTES = 64 * 2**20
 _ELEMENTS = 2**18
 _FUNCTIONS = ("exp", "erf", "log", "sin", "tanh")
 _FRESH_BYTES = 48 * 2**20
+_DISK_BYTES = 64 * 2**20
 # Buckets, by the bytes of their whole tensors; and the time for one from which no larger one is tried.
 _BUCKETS_BYTES = (2**13, 2**16, 2**19, 2**21, 2**23, 2**25)
 _LONGEST_S = 0.5
@@ -89,7 +91,25 @@ def _processor_once() -> dict[str, Any]:
         ),
         "launch_s": _time_s(lambda: one.add_(1)),
         "page_in_bytes_per_s": _page_in_bytes_per_s(),
+        "disk_bytes_per_s": _disk_bytes_per_s(),
     }
+
+
+def _disk_bytes_per_s() -> float:
+    """Return how fast the disk under the temporary directory is read; 0 where nothing can be written there."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(os.urandom(2**20) * (_DISK_BYTES // 2**20))
+            file.flush()
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            start = time.perf_counter()
+            while file.read(2**22):
+                pass
+            return _DISK_BYTES / (time.perf_counter() - start)
+    except (OSError, AttributeError):  # not every system can be told to forget a file
+        return 0.0
 
 
 def _products_flops_per_s(dtype: torch.dtype) -> dict[str, float]:

@@ -72,6 +72,11 @@ def arriving_bytes(program: Program) -> int:
     return sum(packed_bytes([program.params[index] for index in members], program.group) for members in program.refresh_buckets)
 
 
+def shards_bytes(params: Sequence[Param]) -> int:
+    """Bytes of one rank's shards, padding included."""
+    return sum(param.shard_numel * param.dtype.itemsize for param in params)
+
+
 def stored_shards(params: Sequence[Param], config: Config) -> frozenset[int]:
     """Return the parameters whose shards lie on disk: all but small ones, and those that every one of several ranks reads in place."""
     return _stored(params, config, "parameters")
@@ -82,11 +87,16 @@ def stored_gradients(params: Sequence[Param], config: Config) -> frozenset[int]:
     return _stored(params, config, "gradients")
 
 
+def stored_states(params: Sequence[Param], config: Config) -> frozenset[int]:
+    """Return the parameters whose optimizer state lies on disk; so do their shards where whole copies are beside these."""
+    return _stored(params, config, "optimizer")
+
+
 def _stored(params: Sequence[Param], config: Config, kind: str) -> frozenset[int]:
     offload = config.offload
     if not isinstance(offload, Offload) or getattr(offload, kind) is None:
         return frozenset()
-    cut = [param for param in params if param.dim is not None or param.world_size == 1]
+    cut = [param for param in params if kind == "optimizer" or param.dim is not None or param.world_size == 1]
     return frozenset(param.index for param in cut if param.shard_numel * param.dtype.itemsize >= offload.min_bytes)
 
 

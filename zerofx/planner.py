@@ -205,6 +205,9 @@ class _PlannedRuntime(CompiledRuntime):
     def new_compiler(self) -> Any:
         return _Outlines(self)
 
+    def new_disk(self) -> None:
+        """What has no values goes nowhere."""
+
     def gather(self, param: Param, shard: Tensor) -> Tensor:
         return shard.new_empty(param.shape, dtype=param.compute_dtype)
 

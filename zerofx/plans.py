@@ -24,7 +24,7 @@ from zerofx.machine import Hardware
 from zerofx.names import check_names
 from zerofx.params import Param
 from zerofx.precision import precision_fields
-from zerofx.predictions import predict, states_bytes, update_bytes
+from zerofx.predictions import disk_bytes, predict, states_bytes, streamed_bytes, update_bytes
 from zerofx.render import Schedule
 from zerofx.simulate import Timeline
 from zerofx.sweeps import Fastest, Sweep
@@ -35,8 +35,9 @@ from zerofx.units import parse_bytes
 class Plan:
     """One optimizer step of each rank, as planned. Bytes are of one rank, ``traffic_bytes`` what it sends, by kind of collective.
 
-    ``states_bytes`` are there between steps, ``peak_bytes`` at once at most, by kind; ``exposed_s`` is what waiting for communication
-    costs, ``stolen_s`` what driving it takes from computing; ``mfu`` the share of the peak flops, causal attention counted in full.
+    ``states_bytes`` are there between steps, ``disk_bytes`` offloaded, ``peak_bytes`` at once at most, by kind; ``exposed_s`` is what
+    waiting for communication and disk costs, ``stolen_s`` what driving it takes from computing; ``mfu`` the share of the peak flops,
+    causal attention counted in full.
     """
 
     hardware: str
@@ -51,6 +52,7 @@ class Plan:
     tokens_per_s: float
     mfu: float
     states_bytes: dict[str, int]
+    disk_bytes: dict[str, int]
     peak_bytes: dict[str, int]
     peak_by_module: dict[str, int]
     traffic_bytes: dict[str, int]
@@ -79,6 +81,7 @@ class Plan:
             ("model flops utilization", f"{self.mfu:.1%}"),
             ("peak of a rank, GB", f"{self.total_peak_bytes / 1e9:.2f}"),
             *((f"  {kind}", f"{size / 1e9:.2f}") for kind, size in self.peak_bytes.items() if size),
+            *((f"{kind} on disk, GB", f"{size / 1e9:.2f}") for kind, size in self.disk_bytes.items() if size),
             *((f"{kind}, GB sent by a rank", f"{size / 1e9:.2f}") for kind, size in self.traffic_bytes.items() if size),
         ]
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
@@ -161,6 +164,14 @@ def plan(
     traced = planner.trace(model, args, kwargs, settled, world_size, transport)
     params = traced.params
     states = states_bytes(params, settled, numbers, micro_batches)
+    on_disk = disk_bytes(params, settled, numbers)
+    if any(on_disk.values()) and not machine.disk_bytes_per_s:
+        raise ConfigError(
+            f"nobody knows how fast the disks of {machine.name} are",
+            where="zerofx.plan(offload=...)",
+            why="what is offloaded takes as long as they do",
+            remedy="plan for dataclasses.replace(zerofx.hardware(...), disk_bytes_per_s=...), with what one rank gets when all read",
+        )
     found = predict(
         traced.forwards,
         traced.backwards,
@@ -168,6 +179,7 @@ def plan(
         machine,
         micro_batches=micro_batches,
         optimizer_bytes=update_bytes(params, numbers),
+        streamed_bytes=streamed_bytes(on_disk),
         standing_bytes=sum(states.values()),
     )
     result = found.timeline
@@ -185,6 +197,7 @@ def plan(
         tokens_per_s=tokens / result.seconds if result.seconds else 0.0,
         mfu=found.flops / result.seconds / machine.peak_flops_per_s(_compute_dtype(params)) if result.seconds else 0.0,
         states_bytes=states,
+        disk_bytes=on_disk,
         peak_bytes={**states, **{kind.value: size for kind, size in found.peak.by_kind.items()}},
         peak_by_module=found.peak.by_module,
         traffic_bytes=_traffic_bytes(traced.schedule, micro_batches),

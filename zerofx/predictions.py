@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zerofx import formulas, liveness, timeline
+from zerofx import formulas, liveness, memory, timeline
 from zerofx.config import Config
 from zerofx.liveness import Peak, Piece
 from zerofx.machine import Hardware
@@ -35,12 +35,18 @@ def predict(
     *,
     micro_batches: int = 1,
     optimizer_bytes: int = 0,
+    streamed_bytes: int = 0,
     standing_bytes: int = 0,
 ) -> Prediction:
-    """Predict the step that some lowered programs make; the ``standing_bytes`` are alive all the time, whatever runs."""
+    """Predict the step that some lowered programs make; the ``standing_bytes`` are alive all the time, whatever runs.
+
+    Its optimizer moves ``optimizer_bytes`` in memory and ``streamed_bytes`` between memory and disk, beside each other.
+    """
     standing = liveness.storages(node for program in forwards for node in program.graph.nodes if node.op == "placeholder")
     before, after = _stacked(*([_Lowered.of(program, standing) for program in programs] for programs in (forwards, backwards)))
-    found = _moments(before, after, buckets, machine, micro_batches, optimizer_bytes)
+    streaming_s = streamed_bytes / machine.disk_bytes_per_s if streamed_bytes else 0.0
+    update_s = max(optimizer_bytes / machine.memory_bytes_per_s, streaming_s)
+    found = _moments(before, after, buckets, machine, micro_batches, update_s)
     parts = (*before, *after)
     return Prediction(
         simulate(moment.task for moment in found),
@@ -91,7 +97,7 @@ def _moments(
     buckets: Sequence[Sequence[int]],
     machine: Hardware,
     micro_batches: int,
-    optimizer_bytes: int,
+    update_s: float,
 ) -> list[Moment]:
     """Put an optimizer step together: refreshes with the first forward only, reductions of stages 0 and 1 with the last backward."""
     program = forwards[0].program
@@ -106,7 +112,7 @@ def _moments(
     for number in range(micro_batches):
         found += [*map(Moment, launches), *forward, *map(Moment, late)] if number == 0 else fresh
         found += backward if number == micro_batches - 1 else keeping
-    return [*found, Moment(Task("optimizer", Kind.COMPUTE, optimizer_bytes / machine.memory_bytes_per_s))]
+    return [*found, Moment(Task("optimizer", Kind.COMPUTE, update_s))]
 
 
 def _waiting_once(found: Sequence[Moment]) -> list[Moment]:
@@ -121,16 +127,35 @@ def _waiting_once(found: Sequence[Moment]) -> list[Moment]:
 
 
 def states_bytes(params: Sequence[Param], config: Config, optimizer_states: int, micro_batches: int) -> dict[str, int]:
-    """Return the bytes that stay between steps, by kind; gradients stay between micro-batches."""
-    shards = sum(param.shard_numel * param.dtype.itemsize for param in params)
+    """Return the bytes that stay in memory between steps, by kind; gradients stay between micro-batches."""
+    on_disk = disk_bytes(params, config, optimizer_states)
+    shards = memory.shards_bytes(params)
     wholes = sum(param.whole_bytes for param in params if param.has_copy)
     gradients = sum(param.whole_bytes for param in params) if config.stage == 1 else shards
     return {
-        "shards": shards,
+        "shards": shards - on_disk["shards"],
         "whole copies": wholes,
-        "optimizer states": optimizer_states * formulas.FP32_BYTES * sum(param.shard_numel for param in params),
-        "gathered gradients": gradients if micro_batches > 1 else 0,
+        "optimizer states": optimizer_states * formulas.FP32_BYTES * sum(param.shard_numel for param in params)
+        - on_disk["optimizer states"],
+        "gathered gradients": gradients - on_disk["gradients"] if micro_batches > 1 else 0,
     }
+
+
+def disk_bytes(params: Sequence[Param], config: Config, optimizer_states: int) -> dict[str, int]:
+    """Return the bytes of a rank's states that lie on disk, by kind."""
+    shards, gradients = memory.stored_shards(params, config), memory.stored_gradients(params, config)
+    states = memory.stored_states(params, config)
+    masters = {index for index in states if params[index].has_copy}
+    return {
+        "shards": memory.shards_bytes([params[index] for index in shards | masters]),
+        "optimizer states": optimizer_states * formulas.FP32_BYTES * sum(params[index].shard_numel for index in states),
+        "gradients": memory.shards_bytes([params[index] for index in gradients]),
+    }
+
+
+def streamed_bytes(on_disk: dict[str, int]) -> int:
+    """Return what an optimizer moves between disk and memory: parameters and states in and out, gradients in."""
+    return 2 * (on_disk["shards"] + on_disk["optimizer states"]) + on_disk["gradients"]
 
 
 def update_bytes(params: Sequence[Param], optimizer_states: int) -> int:

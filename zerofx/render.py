@@ -200,6 +200,7 @@ def _events(program: Program) -> Iterator[Event]:
     again: dict[str, list[Node]] = {}  # computed a second time, by block
     compute: dict[str, None] = {}
     released: list[Node] = []
+    kept: list[Node] = []  # gradients that go to disk
 
     def flush() -> Iterator[Event]:
         for block, nodes in again.items():
@@ -210,9 +211,15 @@ def _events(program: Program) -> Iterator[Event]:
             members = tuple(index for node in released for index in node.meta["zerofx"].params)
             label = _label(program, Mark("release", members))
             yield Event(phase, "release", "", label, 0, tuple(in_flight), alive[released[-1]], released[0].name)
+        if kept:
+            members = tuple(index for node in kept for index in node.meta["zerofx"].params)
+            nbytes = memory.shards_bytes([program.params[index] for index in members])
+            yield Event(phase, "store", "", _label(program, Mark("store", members)), nbytes, tuple(in_flight), whole, kept[0].name)
 
     for node in program.graph.nodes:
         mark = node.meta.get("zerofx")
+        if mark is not None and mark.kind == "evict":
+            continue
         if mark is None or mark.kind not in _KINDS:
             if node.op == "call_function" and not _is_item(node) and not is_view(node):
                 block = block_of(f"{module_of(node)}.x") or "(model)"
@@ -221,25 +228,32 @@ def _events(program: Program) -> Iterator[Event]:
                 else:
                     compute[block] = None
             continue
-        if mark.kind == "release":
-            released.append(node)
+        if mark.kind in ("release", "store"):
+            (released if mark.kind == "release" else kept).append(node)
             continue
         yield from flush()
         whole = alive[released[-1]] if released else whole
-        again, compute, released = {}, {}, []
-        what = f"{mark.kind.partition('_')[0]} {mark.bucket}"
-        starts = mark.kind.endswith("_start")
+        again, compute, released, kept = {}, {}, [], []
+        what = f"{_NAMES.get(mark.kind, mark.kind.partition('_')[0])} {mark.bucket}"
+        starts = mark.kind in _STARTS
         if starts:
             in_flight.append(what)
         elif what in in_flight:
             in_flight.remove(what)
         whole = alive.get(node, whole)
-        moved = memory.moved_bytes(mark.kind, [program.params[index] for index in mark.params], program.config) if starts else 0
+        params = [program.params[index] for index in mark.params]
+        moved = _moved_bytes(mark.kind, params, program) if starts else 0
         yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name, mark.why)
     yield from flush()
 
 
-_KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "refresh_wait")
+_KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "refresh_wait", "read_ahead", "load", "store")
+_STARTS = ("gather_start", "reduce_start", "read_ahead")
+_NAMES = {"read_ahead": "load"}
+
+
+def _moved_bytes(kind: str, params: Sequence[Param], program: Program) -> int:
+    return memory.shards_bytes(params) if kind == "read_ahead" else memory.moved_bytes(kind, params, program.config)
 
 
 def _cost(nodes: Sequence[Node], hardware: Hardware | None) -> str:

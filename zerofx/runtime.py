@@ -72,7 +72,7 @@ class Runtime(ABC):
         self.agreement = self._new_agreement()
         self.gradients = Gradients(config, group, params, tensors, self.agreement)
         self._padded = [layout.with_room(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
-        self.disk = Disk(config.offload, group) if isinstance(config.offload, Offload) else None
+        self.disk = self.new_disk()
         self.stored = None if self.disk is None else Stored(self.disk, config, params, tensors, self._padded)
         self._streaming = None if self.disk is None else Streaming(self.disk, config, params, tensors, self._padded)
 
@@ -150,6 +150,10 @@ class Runtime(ABC):
             self.agreement.guard(self.wholes.arrivals.finish)
             if self.disk is not None:
                 self.disk.tensors.evict_all()
+
+    def new_disk(self) -> Disk | None:
+        """Return the files for what is offloaded, None where nothing is."""
+        return Disk(self.config.offload, self.group) if isinstance(self.config.offload, Offload) else None
 
     @abstractmethod
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

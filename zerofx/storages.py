@@ -46,6 +46,8 @@ class Storages:
         self._held: weakref.WeakKeyDictionary[UntypedStorage, Held] = weakref.WeakKeyDictionary()
         self._open: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
         self._heap = Heap()
+        if self._files is not None:
+            self._heap.keep_large_out()
 
     def add(self, tensor: Tensor) -> None:
         """Take charge of a parameter, open, and close the one before; one that cannot be cut, or shares its storage, is left whole."""

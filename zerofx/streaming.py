@@ -123,9 +123,10 @@ class Streaming:
                 finally:
                     self._leave(optimizer, stepped, file)
 
-    def _load(self, optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
+    def _load(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
         with self._disk.failing():
-            self._mapped.load(self._locals(optimizer, tensors), to_write=True)
+            self._mapped.load((_local(value) for tensor in tensors for value in self._large(optimizer, tensor)), to_write=True)
+            self._mapped.load((_local(tensor.grad) for tensor in tensors if tensor.grad is not None), to_write=False)
 
     def _read_ahead(self, optimizer: Optimizer, coming: Sequence[nn.Parameter], sizes: Mapping[Tensor, int]) -> None:
         """Let the system read the next window while this one is updated."""

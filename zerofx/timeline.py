@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zerofx import ops, wire
+from zerofx import memory, ops, wire
 from zerofx.cost import kernel_s
 from zerofx.groups import Group
 from zerofx.machine import Hardware
@@ -30,6 +30,7 @@ _KINDS: dict[Any, str] = {
 }
 _WAIT = _functional.wait_tensor.default
 _QUEUE = "ranks"
+_DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ def _event(node: Node, launched: dict[Node, str], program: Program, hardware: Ha
     if node.target is _WAIT:
         source = launched.pop(arguments(node)[0])
         return Task(f"{phase}: wait for {source}", Kind.WAIT, collective=source)
+    if node.target is ops.read_ahead:
+        mark = node.meta["zerofx"]
+        name = f"{phase} load {mark.bucket}"
+        nbytes = memory.shards_bytes([program.params[index] for index in mark.params])
+        return Task(name, Kind.LAUNCH, nbytes / hardware.disk_bytes_per_s if hardware.disk_bytes_per_s else 0.0, name, _DISK)
+    if node.target is ops.load:
+        name = f"{phase} load {node.meta['zerofx'].bucket}"
+        return Task(f"{phase}: wait for {name}", Kind.WAIT, collective=name)
     if node.target is ops.refresh_wait:
         bucket = f"refresh {arguments(node)[1]}"
         return Task(f"{phase}: wait for {bucket}", Kind.WAIT, collective=bucket)

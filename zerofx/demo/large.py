@@ -22,7 +22,7 @@ from zerofx.demo.train import Rank
 
 EXIT_OVER_LIMIT = 4
 STEPS = 3
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 1e-5
 MIB = 2**20
 # Whole parameters and communication buffers may take this share of the limit; the rest is for activations, windows and the process.
 _SHARE = 4

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 import zerofx
 from zerofx.demo import Options
-from zerofx.demo.large import train_large
+from zerofx.demo.large import EXIT_OVER_LIMIT, train_large
 from zerofx.demo.model import new_model, standard_library_text
 from zerofx.demo.report import Report
 from zerofx.demo.train import Rank, train_sharded, train_single
@@ -93,8 +93,8 @@ def _start(options: Options, nproc: int) -> int:
     except mp.ProcessExitedException as error:
         if error.signal_name == "SIGINT":
             raise KeyboardInterrupt from None
-        if error.exit_code == EXIT_DIFFERS:
-            return EXIT_DIFFERS
+        if error.exit_code in (EXIT_DIFFERS, EXIT_OVER_LIMIT):
+            return error.exit_code
         if not complaints.empty():
             return _fail(complaints.get())
         how = f"was killed by {error.signal_name}" if error.signal_name else f"exited with status {error.exit_code}"
