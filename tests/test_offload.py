@@ -1,5 +1,6 @@
 """The state of optimizers on disk: the same training, in less memory, and what happens when the disk fails."""
 
+import copy
 import ctypes
 import gc
 import os
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,10 @@ from tests.stages import at_stage, compiled
 from zerofx.config import Config
 from zerofx.disk import Disk
 from zerofx.errors import ConfigError, OffloadError, ZerofxError
+from zerofx.hardware import hardware
 from zerofx.mapped import MappedTensors
 from zerofx.module import runtime_of
-from zerofx.offload import Offload
+from zerofx.offload import KINDS, Offload
 from zerofx.streaming import windows
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -45,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 def tight(directory: Path) -> dict[str, Any]:
     """Everything but scalars is in the file, and few parameters fit a window."""
-    return {"optimizer": f"disk:{directory}", "min_bytes": 1, "window_bytes": 2000}
+    return {**dict.fromkeys(KINDS, f"disk:{directory}"), "min_bytes": 1, "window_bytes": 2000}
 
 
 def disk_of(model: nn.Module) -> Disk:
@@ -72,11 +75,12 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
 
 
 def in_memory(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The state tensors, and the shards with a whole copy beside them, that are not in a file."""
+    """The state tensors, shards and gradients that are not in a file."""
     runtime, held = runtime_of(model), {tensor for group in optimizer.param_groups for tensor in group["params"]}
     every = [(key, value) for state in optimizer.state.values() for key, value in state.items() if isinstance(value, Tensor)]
-    masters = [tensor for param, tensor in zip(runtime.params, runtime.tensors, strict=True) if param.has_copy and tensor in held]
-    every += [("a shard", tensor) for tensor in masters]
+    cut = [param.index for param in runtime.params if param.dim is not None or param.world_size == 1]
+    every += [("a shard", runtime.tensors[index]) for index in cut if runtime.tensors[index] in held]
+    every += [("a gradient", grad) for index in cut if (grad := runtime.tensors[index].grad) is not None]
     mapped = disk_of(model).tensors
     return [f"{key} {tuple(value.shape)}" for key, value in every if value.ndim and value.numel() and local(value) not in mapped]
 
@@ -135,8 +139,11 @@ def train_alike(rank: int, world: int, directory: Path, modes: tuple[tuple[str, 
                 optimizers = [make(model.parameters()) for model in models]
                 for step in range(2):
                     for model, optimizer in zip(models, optimizers, strict=True):
-                        backward(model, ODD_SIZES, ODD_SIZES.batch(step).part(rank, world), world)
+                        for batch in range(1 + step):
+                            backward(model, ODD_SIZES, ODD_SIZES.batch(batch).part(rank, world), world)
                         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                        if model is models[1] and step and stage:
+                            found += [f"{backend}, {stage}, {name}: {key} in memory" for key in in_memory(model, optimizer)]
                         optimizer.step()
                         optimizer.zero_grad()
                 states = map(state_of, models, optimizers)
@@ -146,10 +153,12 @@ def train_alike(rank: int, world: int, directory: Path, modes: tuple[tuple[str, 
 
 
 @pytest.mark.parametrize(
-    "modes", [(("hooks", 1), ("hooks", 2), ("hooks", 3), ("hooks", 0)), (("aot_eager", 2), ("aot_eager", 3))], ids=["hooks", "compiled"]
+    ("world", "modes"),
+    [(2, (("hooks", 1), ("hooks", 3), ("hooks", 0))), (2, (("aot_eager", 2), ("aot_eager", 3))), (1, (("aot_eager", 3), ("hooks", 2)))],
+    ids=["hooks", "compiled", "alone"],
 )
-def test_training_is_bitwise_the_same(ranks: Pool, tmp_path: Path, modes: Any) -> None:
-    assert ranks.run(train_alike, 2, tmp_path, modes) == [[]] * 2
+def test_training_is_bitwise_the_same(ranks: Pool, tmp_path: Path, world: int, modes: Any) -> None:
+    assert ranks.run(train_alike, world, tmp_path, modes) == [[]] * world
 
 
 class Sign(Optimizer):
@@ -277,6 +286,85 @@ def skip_and_save(rank: int, world: int, directory: Path) -> list[str]:
 
 def test_an_overflow_and_checkpoints(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(skip_and_save, 2, tmp_path) == [[]] * 2
+
+
+def build_on_disk(rank: int, world: int, directory: Path) -> list[str]:
+    """Build with shards that go to disk at once: the weights of a plain model, where compile finds them; the model can be copied."""
+    found, offload = [], {"parameters": f"disk:{directory}", "min_bytes": 1}
+    with zerofx.init(offload=offload):
+        model = ODD_SIZES.model()
+    plain = ODD_SIZES.model()
+    zerofx.compile(model, stage=3, backend="aot_eager", offload=offload)
+    with zerofx.gathered(model) as wholes:
+        found += [name for name, value in plain.named_parameters() if not value.equal(wholes[name])]
+    loss = backward(model, ODD_SIZES, ODD_SIZES.batch(0).part(rank, world), world)
+    model.zero_grad()
+    copied = copy.deepcopy(model)
+    found += [] if backward(copied, ODD_SIZES, ODD_SIZES.batch(0).part(rank, world), world) == loss else ["the copy's loss"]
+    for each in (model, copied):
+        found += in_memory(each, torch.optim.SGD(each.parameters()))
+    return [name for name in found if not name.startswith("a gradient")]
+
+
+def test_init_builds_on_disk(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(build_on_disk, 2, tmp_path) == [[]] * 2
+
+
+def accumulate_and_keep(rank: int, world: int, directory: Path) -> list[str]:
+    """Gradients that somebody still has stay what they are; those that are not reset add up, on disk; zeroed ones too."""
+    found = []
+    for backend in ("hooks", "aot_eager"):
+        model, plain = (compiled(GPT, 3, backend=backend, offload=offload) for offload in (tight(directory), None))
+        both, held, copies = (model, plain), list[Tensor](), list[Tensor]()
+        for step in range(3):
+            for each in both:
+                backward(each, GPT, GPT.batch(step).part(rank, world), world)
+            if step == 0:
+                held = [local(tensor.grad) for tensor in model.parameters()]
+                copies = [tensor.clone() for tensor in held]
+                model.zero_grad()
+                plain.zero_grad()
+            found += [
+                f"{backend}, step {step}: {name}"
+                for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True)
+                if one.grad is not None and not local(one.grad).equal(local(other.grad))
+            ]
+        changed = [one for one, other in zip(held, copies, strict=True) if not one.equal(other)]
+        found += [f"{backend}: a gradient that was kept has changed"] if changed else []
+        for each in both:
+            each.zero_grad(set_to_none=False)
+            backward(each, GPT, GPT.batch(0).part(rank, world), world)
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found += [f"{backend}: after zeros" for one, other in pairs if not local(one.grad).equal(local(other.grad))]
+    return found
+
+
+def test_gradients_on_disk_add_up(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(accumulate_and_keep, 2, tmp_path) == [[]] * 2
+
+
+def test_loads_stand_in_front_of_gathers_and_stores_behind_reductions() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    machine = replace(hardware("h100"), disk_bytes_per_s=1e9)
+    settings: Any = {"world_size": 2, "stage": 3, "hardware": machine, "bucket_min_bytes": 0}
+    found = zerofx.plan(model, (torch.ones(4, 64),), offload={**dict.fromkeys(KINDS, "disk"), "min_bytes": 1}, **settings)
+    lines = [f"{event.kind} {event.what}".strip() for event in found.schedule.events if event.phase == "forward"]
+    for number in range(3):
+        assert lines.index(f"launch load {number}") < lines.index(f"wait load {number}") < lines.index(f"launch gather {number}")
+        if number:  # the disk reads for one gather while the one before is on its way
+            assert lines.index(f"launch load {number}") < lines.index(f"launch gather {number - 1}")
+    assert [event.label for event in found.schedule.events if event.kind == "store"] == ["2.weight", "1.weight", "0.weight"]
+    shard = 64 * 64 * 4 // 2
+    assert found.disk_bytes == {"shards": 3 * shard, "optimizer states": 6 * shard, "gradients": 3 * shard}
+    assert sum(found.states_bytes.values()) == 0
+    # each shard is read for both of its gathers, and for the update with its state and gradient; what changes is written
+    plain = zerofx.plan(model, (torch.ones(4, 64),), **settings)
+    assert found.total_peak_bytes <= plain.total_peak_bytes - sum(plain.states_bytes.values()) + 2 * shard  # of two gathers at once
+    loads = [event for event in found.timeline.events if event.task.queue == "disk"]
+    assert {event.task.seconds for event in loads} == {shard / 1e9}
+    assert found.seconds >= plain.seconds + 3 * (2 * 3 + 1) * shard / 1e9
+    with pytest.raises(ConfigError, match="how fast the disks of h100 are"):
+        zerofx.plan(model, (torch.ones(4, 64),), world_size=2, offload="disk")
 
 
 # ---------------------------------------------------------------- memory

@@ -27,13 +27,16 @@ class Disk:
         self._failure: OffloadError | None = None
         Heap().keep_large_out()
 
-    def set_aside(self, kind: str, nbytes: int, where: str) -> MappedFile:
-        """Return a file with so many bytes for a kind of state. All ranks call it together. Raises OffloadError on all of them."""
+    def set_aside(self, kind: str, nbytes: int, where: str) -> MappedFile | None:
+        """Return a file with so many bytes for a kind of state, None for no bytes. All ranks call it together.
+
+        Raises OffloadError on all of them where one has not the space.
+        """
         directory = self.settings.directory(kind)
 
-        def create() -> tuple[MappedFile, None]:
+        def create() -> tuple[MappedFile | None, None]:
             try:
-                return MappedFile(directory, nbytes), None
+                return (MappedFile(directory, nbytes) if nbytes else None), None
             except OSError as error:
                 raise OffloadError(
                     f"there is no space for {nbytes} bytes of {kind}: {error.strerror}",

@@ -170,7 +170,7 @@ def plan(
             f"nobody knows how fast the disks of {machine.name} are",
             where="zerofx.plan(offload=...)",
             why="what is offloaded takes as long as they do",
-            remedy="plan for dataclasses.replace(zerofx.hardware(...), disk_bytes_per_s=...), with what one rank gets when all read",
+            remedy="plan for dataclasses.replace(hardware(name), disk_bytes_per_s=...), with what one rank gets when all read",
         )
     found = predict(
         traced.forwards,

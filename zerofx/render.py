@@ -203,6 +203,10 @@ def _events(program: Program) -> Iterator[Event]:
     kept: list[Node] = []  # gradients that go to disk
 
     def flush() -> Iterator[Event]:
+        if kept:
+            members = tuple(index for node in kept for index in node.meta["zerofx"].params)
+            nbytes = memory.shards_bytes([program.params[index] for index in members])
+            yield Event(phase, "store", "", _label(program, Mark("store", members)), nbytes, tuple(in_flight), whole, kept[0].name)
         for block, nodes in again.items():
             yield Event(phase, "recompute", "", block, 0, tuple(in_flight), whole, why=_cost(nodes, program.config.machine))
         if compute:
@@ -211,10 +215,6 @@ def _events(program: Program) -> Iterator[Event]:
             members = tuple(index for node in released for index in node.meta["zerofx"].params)
             label = _label(program, Mark("release", members))
             yield Event(phase, "release", "", label, 0, tuple(in_flight), alive[released[-1]], released[0].name)
-        if kept:
-            members = tuple(index for node in kept for index in node.meta["zerofx"].params)
-            nbytes = memory.shards_bytes([program.params[index] for index in members])
-            yield Event(phase, "store", "", _label(program, Mark("store", members)), nbytes, tuple(in_flight), whole, kept[0].name)
 
     for node in program.graph.nodes:
         mark = node.meta.get("zerofx")

@@ -56,7 +56,7 @@ class Stored:
         moved = sum(pages_bytes(_shard_bytes(self._params[index])) for index in waiting)
         trained = [index for index in sorted(self._gradients) if self._tensors[index].requires_grad]
         where = "the first forward, with offload"
-        shards = self._disk.set_aside("parameters", moved, where) if moved else None
+        shards = self._disk.set_aside("parameters", moved, where) if self._shards else None  # what waits may differ between ranks
         kept = sum(pages_bytes(_shard_bytes(self._params[index])) for index in trained)
         gradients = self._disk.set_aside("gradients", kept, where) if kept else None
         with self._disk.failing():

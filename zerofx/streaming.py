@@ -152,6 +152,7 @@ class Streaming:
             return None
 
         file = self._disk.set_aside("optimizer" if self._keeps_state else "parameters", total, _WHERE)
+        assert file is not None
         for value in waiting:
             self._move(value, file)
             self._mapped.evict([_local(value)])
