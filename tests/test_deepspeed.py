@@ -16,6 +16,7 @@ from zerofx.batch import Batch
 from zerofx.config import Config, HookLimits
 from zerofx.deepspeed_keys import ALIASES, MAPPED, REFUSED, TYPES, UNUSED
 from zerofx.lossscale import LossScale
+from zerofx.offload import Offload
 
 DEEPSPEED = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -357,3 +358,14 @@ def test_any_settings_are_translated_or_a_config_error(table: dict[str, Any], au
     except zerofx.ConfigError as error:
         refused = error
     assert refused is None or all(part.strip() for part in (refused.what, refused.where, refused.why, refused.remedy))
+
+
+def test_states_on_nvme_go_to_disk() -> None:
+    tables = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local", "buffer_count": 4}, "offload_param": {"device": "nvme"}}
+    found = Config.from_deepspeed({"zero_optimization": {"stage": 3, **tables}}, version="0.19.8")
+    assert found.config.offload == Offload(optimizer="disk:/local", gradients="disk:/local", parameters="disk")
+    assert found.report.mapped["zero_optimization.offload_param"] == "config.offload"
+    stays = {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}
+    assert Config.from_deepspeed(stays, version="0.19.8").config.offload is None
+    with pytest.raises(zerofx.ConfigError, match="offload_param cannot be had here"):
+        Config.from_deepspeed({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, version="0.19.8")

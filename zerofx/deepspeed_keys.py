@@ -157,13 +157,23 @@ UNUSED = {
     "zero_optimization.pipeline_loading_checkpoint": _OTHER_PARALLELISM,
     "zero_optimization.reduce_scatter": "gradients are reduce-scattered in any case",
     "zero_optimization.round_robin_gradients": "nothing is offloaded",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "nothing is kept on NVMe",
-    "zero_optimization.sub_group_size": "torch's optimizers step on all shards at once",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "state that is offloaded is in memory while a step is working on it",
+    "zero_optimization.sub_group_size": "with offload, config.offload.window_bytes bounds what a step works on at once",
     "zero_optimization.use_all_reduce_for_fetch_params": _LAYOUT,
     "zero_optimization.use_multi_rank_bucket_allreduce": _LAYOUT,
 }
 
-_OFFLOAD = Refusal("zerofx.compile keeps all model states on the device", "leave it out, or set its device to none", switch="device")
+_OFFLOAD = Refusal(
+    "model states stay on the device, or go to disk",
+    'leave it out, or set its device to "none" or "nvme"',
+    (None, False, "none", "nvme"),
+    "device",
+)
+# What each of DeepSpeed's tables keeps on NVMe, in terms of zerofx: the update runs where the state is, so the gradients follow it.
+OFFLOADED = {
+    "zero_optimization.offload_optimizer": ("optimizer", "gradients"),
+    "zero_optimization.offload_param": ("parameters",),
+}
 _QUANTIZED = Refusal("what travels is not quantized", _LEAVE_OUT)
 _MASTERS = Refusal(
     "parameters are the masters, in the dtype that the model gives them", "convert the model before zerofx.compile, and leave this out"

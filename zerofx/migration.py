@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from zerofx import deepspeed
 from zerofx.batch import Batch
-from zerofx.deepspeed_keys import MAPPED, REFUSED, TYPES, UNUSED
+from zerofx.deepspeed_keys import MAPPED, OFFLOADED, REFUSED, TYPES, UNUSED
 from zerofx.errors import ConfigError
 from zerofx.fieldtypes import Amount, Count, Natural, read_from, typed
 from zerofx.lossscale import LossScale
@@ -128,10 +128,9 @@ def _translated(given: Given, version: tuple[int, ...] | None, world_size: int |
     found = _resolved(given, auto)
     found |= _defaults(found, version)
     precision = deepspeed.precision_of(found)
-    report = Report(
-        {name: MAPPED[_entry(name)].place for name in given if _entry(name) in MAPPED},
-        {name: UNUSED.get(name, "it is off") for name in given if _entry(name) not in MAPPED},
-    )
+    places = {name: MAPPED[_entry(name)].place for name in given if _entry(name) in MAPPED}
+    places |= dict.fromkeys((name for name in OFFLOADED if _target(found, name) is not None), "config.offload")
+    report = Report(places, {name: UNUSED.get(name, "it is off") for name in given if name not in places})
     rest = {
         "batch": Batch.of(found, world_size),
         "gradient_clipping": found["gradient_clipping"] or None,
@@ -234,7 +233,17 @@ def _fields(found: Given, precision: str) -> dict[str, Any]:
     elements = [found[name] for name in buckets if name in found]
     if elements:
         fields["bucket_max_bytes"] = min(elements) * (4 if compute is None else compute.itemsize)
-    return fields
+    targets = {kind: target for name, kinds in OFFLOADED.items() for kind in kinds if (target := _target(found, name)) is not None}
+    return {**fields, "offload": targets} if targets else fields
+
+
+def _target(found: Given, name: str) -> str | None:
+    """Return where a table of DeepSpeed's keeps its states, as a target of ``Offload``; None where they stay."""
+    table = found.get(name)
+    if not isinstance(table, Mapping) or table.get("device") != "nvme":
+        return None
+    path = table.get("nvme_path")
+    return "disk" if path is None else f"disk:{path}"
 
 
 def _loss_scale(found: Given, precision: str) -> LossScale | None:
