@@ -53,7 +53,7 @@ class Consensus:
             kept, given = local()
         except Exception as error:
             failure, given = error, _described(error, where, self.group.rank)
-        if self.group.size == 1:
+        if not self.group.has_peers:
             answer = _answers([given], lead, where)[0]
         else:
             with reachable(f"{where}, rank {self.group.rank}"):

@@ -59,6 +59,11 @@ class Group:
     def transport(self) -> Transport:
         return TRANSPORTS.get(self.backend, TRANSPORTS["gloo"])
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether other processes answer: not those of torch's fake group."""
+        return self.size > 1 and self.backend != "fake"
+
 
 def resolve_mesh(mesh: DeviceMesh | None, device_type: str, where: str = "zerofx.compile") -> tuple[DeviceMesh, Group]:
     """Return the mesh and group to shard over: the given mesh, the default process group, or this process alone.

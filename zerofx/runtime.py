@@ -214,7 +214,7 @@ class Runtime(ABC):
     def _new_agreement(self) -> Agreement:
         mesh, group, timeout_s = self.mesh, self.group, self.config.timeout_s
         connect: Callable[[], Rendezvous] | None = None
-        if timeout_s is not None and group.size > 1 and group.backend != "fake":
+        if timeout_s is not None and group.has_peers:
             connect = functools.partial(_rendezvous, mesh, group, timeout_s)
         model, in_forward = type(self.root).__name__, self.config.stage == 3
         return Agreement(model, group.rank, self.params, timeout_s or 0.0, connect, self.take_part, in_forward=in_forward)
