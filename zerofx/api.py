@@ -65,10 +65,10 @@ def compile(
     parameters and communication buffers in flight. ``recompute`` says which activations the backward computes again instead of
     keeping them: ``"blocks"`` (all within the repeated blocks), ``"selective"`` (all but products and attention), patterns of
     qualified names, a policy as torch's ``create_selective_checkpoint_contexts`` takes, or how many to keep at most (a fraction such
-    as 0.5, or bytes). ``offload`` (``{"optimizer": "disk:DIRECTORY"}``, or ``"optimizer"`` for the temporary directory) keeps
-    the state of optimizers in files, and in memory only what a step is working on. ``hardware`` (``"this_machine"``,
-    ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication starts as early as it may. ``passes``
-    join the pipeline by their levels. ``config`` replaces all other settings.
+    as 0.5, or bytes). ``offload`` (``{"optimizer": "disk:DIRECTORY", "parameters": ...}``, or ``"disk"`` for all of it in the temporary
+    directory) keeps what it names of the training state in files, and in memory only what is being worked on. ``hardware``
+    (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication starts as early
+    as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
     RankMismatchError where ranks pass different models or settings.

@@ -1,0 +1,106 @@
+"""Stages, recompute, offload, precision and ranks, together: the training of the plain run, in the memory that was planned.
+
+Pairs of settings run here; ``python -m tests.test_matrix`` runs all combinations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerofx
+from benchmarks.measure import allocated_bytes
+from benchmarks.workloads import GPT as LargerGPT
+from tests.matrix import Row, pairwise, whole
+from tests.models import GPT
+from tests.programs import fake_ranks
+from tests.ranks import Pool
+from tests.reference import Trace, adamw, drift, train
+from zerofx.config import Config
+from zerofx.hardware import hardware
+from zerofx.liveness import Kind
+from zerofx.precision import precision_fields
+
+# As in test_peak: what allocators and kernels add to what tensors ask for.
+_PEAK_TOLERANCE = 0.05
+_MACHINE = replace(hardware("h100"), disk_bytes_per_s=1e9)
+
+
+def config_of(row: Row, directory: Path | None, *, is_plain: bool = False) -> Config:
+    """Return the settings of a row; plain, those without recompute and offload."""
+    target = "disk" if directory is None else f"disk:{directory}"
+    offload = {**dict.fromkeys(row.offload, target), "min_bytes": 1, "window_bytes": 5000} if row.offload and not is_plain else None
+    precision: dict[str, Any] = precision_fields(row.precision, "tests")
+    return Config(stage=row.stage, backend="aot_eager", recompute=None if is_plain else row.recompute, offload=offload, **precision)
+
+
+def trained(rank: int, world: int, rows: Sequence[Row], directory: Path) -> list[tuple[Trace, Trace]]:
+    """Return the trace of each row, and of the plain run of its stage and precision."""
+    found, plain = [], dict[tuple[int, str | None], Trace]()
+    for row in rows:
+        key = row.stage, row.precision
+        for is_plain in (True, False) if key not in plain else (False,):
+            torch._dynamo.reset()
+            model = zerofx.compile(GPT.model(), config=config_of(row, directory, is_plain=is_plain))
+            trace = train(model, GPT, rank, world, make_optimizer=adamw)
+            plain.setdefault(key, trace)
+        found.append((plain[key], trace))
+    return found
+
+
+def peaks(row: Row) -> tuple[int, int]:
+    """Return the measured and the planned peak of a step's own allocations; files are mapped, and no allocation."""
+    config, batch = config_of(row, None), torch.arange(4 * 64).view(4, 64) % 1024
+    with nullcontext() if row.world == 1 else fake_ranks(row.world):
+        torch._dynamo.reset()
+        model = zerofx.compile(LargerGPT(2, 128, 4, 1024, 64), config=config)
+        found = []
+        for _ in range(4):
+            found.append(allocated_bytes(lambda: model(batch).backward()))
+            model.zero_grad()
+    plan = zerofx.plan(LargerGPT(2, 128, 4, 1024, 64), (batch,), world_size=row.world, hardware=_MACHINE, optimize=False, config=config)
+    return min(found[1:]), plan.step_peak_bytes - plan.peak_bytes.get(Kind.LOADED, 0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_pair_of_settings_trains_as_the_plain_run(ranks: Pool, tmp_path: Path, world: int) -> None:
+    rows = [row for row in pairwise() if row.world == world]
+    for traces in ranks.run(trained, world, rows, tmp_path, timeout_s=400.0):
+        assert [str(row) for row, pair in zip(rows, traces, strict=True) if drift(pair) or pair[0].losses != pair[1].losses] == []
+
+
+@pytest.mark.parametrize("row", pairwise()[::4], ids=str)
+def test_peaks_are_those_that_were_planned(row: Row) -> None:
+    measured, planned = peaks(row)
+    assert planned == pytest.approx(measured, rel=_PEAK_TOLERANCE)
+
+
+def main() -> None:
+    """Run all combinations, and say what they gave."""
+    start, pool, wrong, worst = time.perf_counter(), Pool(), list[str](), list[tuple[float, str]]()
+    for world in (1, 2):
+        rows = [row for row in whole() if row.world == world]
+        for first in range(0, len(rows), 16):
+            part = rows[first : first + 16]
+            for traces in pool.run(trained, world, part, Path("/tmp"), timeout_s=900.0):
+                wrong += [str(row) for row, pair in zip(part, traces, strict=True) if drift(pair) or pair[0].losses != pair[1].losses]
+            print(f"{world} ranks, {first + len(part)} of {len(rows)}: {len(wrong)} wrong, {time.perf_counter() - start:.0f} s", flush=True)
+    pool.close()
+    for row in whole():
+        measured, planned = peaks(row)
+        worst.append((planned / measured, str(row)))
+    worst.sort()
+    print(f"{len(whole())} combinations: {len(wrong)} are not the plain run {wrong[:5]}")
+    print(f"planned over measured peak: {worst[0]} to {worst[-1]}, {sum(abs(ratio - 1) > _PEAK_TOLERANCE for ratio, _ in worst)} off")
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
