@@ -111,14 +111,13 @@ def train_sharded(rank: int, world: int, example: Example) -> Trace:
         try:
             return train(example, model, *on_rank(example, model, rank))
         except zerofx.MemoryLimitError as error:
+            if config.keeps_at_most and "of activations cannot be kept" in str(error):
+                config = replace(config, recompute="blocks")  # which keeps the least
+                continue
             if limit is None or error.smallest_bytes <= limit:
                 raise
             limit = error.smallest_bytes
             config = replace(config, memory_limit_bytes=limit)
-        except zerofx.ConfigError as error:
-            if not config.keeps_at_most or "of activations cannot be kept" not in str(error):
-                raise
-            config = replace(config, recompute="blocks")  # which keeps the least
 
 
 def on_rank(example: Example, model: nn.Module, rank: int) -> tuple[Callable[[int], float], Callable[[int], float]]:

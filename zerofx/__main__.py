@@ -199,12 +199,31 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--optimizer", default="adamw", help="what keeps states (adamw)")
     plan.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="what computes and travels (bf16)")
     plan.add_argument("--memory-limit", nargs="+", metavar="BYTES", help='bound of whole parameters and buffers in flight, such as "2GiB"')
+    plan.add_argument(
+        "--recompute",
+        type=_recomputes,
+        metavar="VALUE[,VALUE...]",
+        help="none, blocks, selective, or how much is kept: a fraction, or bytes; of several, a table (none)",
+    )
     plan.add_argument("--fit", metavar="BYTES", help='search for the fastest setting whose peak fits, such as "40GB"')
     plan.add_argument("--schedule", action="store_true", help="print the schedule too")
     plan.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
     plan.add_argument("--svg", type=_new_file, metavar="FILE", help="draw the timeline")
     plan.add_argument("--perfetto", type=_new_file, metavar="FILE", help="write the timeline for Perfetto")
     plan.set_defaults(run=_plan)
+
+
+def _recomputes(text: str) -> list[str | float | None]:
+    return [_recompute(part.strip()) for part in text.split(",")]
+
+
+def _recompute(text: str) -> str | float | None:
+    if text == "none":
+        return None
+    try:
+        return float(text) if "." in text else text
+    except ValueError:  # bytes with a unit
+        return text
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -215,7 +234,12 @@ def _plan(options: argparse.Namespace) -> int:
     from zerofx.errors import ZerofxError
     from zerofx.plans import language_model
 
-    lists = {"stage": options.stage or [3], "world_size": options.world_size, "memory_limit": options.memory_limit or [None]}
+    lists = {
+        "stage": options.stage or [3],
+        "world_size": options.world_size,
+        "memory_limit": options.memory_limit or [None],
+        "recompute": (not options.fit and options.recompute) or [None],  # a search has its own
+    }
     names = ("hardware", "optimizer", "micro_batches", "precision")
     first = {name: values[0] for name, values in lists.items()}
     several = any(len(values) > 1 for values in lists.values())
@@ -228,7 +252,9 @@ def _plan(options: argparse.Namespace) -> int:
         return 2
     try:
         request = language_model(given, (options.rows, options.positions), **{name: getattr(options, name) for name in names}, **first)
-        found: Any = request.fastest(options.fit) if options.fit else request.sweep(**lists) if several else request.plan()
+        found: Any = (
+            request.fastest(options.fit, options.recompute or ()) if options.fit else request.sweep(**lists) if several else request.plan()
+        )
     except ZerofxError as error:
         print(f"zerofx plan: {error.what}: {error.why}", file=sys.stderr, flush=True)
         return EXIT_FAILED

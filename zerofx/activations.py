@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from zerofx.cost import compute_s
-from zerofx.errors import ConfigError
+from zerofx.errors import MemoryLimitError
 from zerofx.machine import Hardware
 from zerofx.origins import Call
 from zerofx.program import Program, results_of, storage_of
@@ -79,14 +79,16 @@ def foreseen_bytes(options: Mapping[Extent, Kept], choice: Choice) -> int:
     return sum(options[extent].size_bytes.get(call, 0) for call, extent in choice.levels)
 
 
-def too_few(most_bytes: int, least_bytes: int) -> ConfigError:
+def too_few(most_bytes: int, least_bytes: int) -> MemoryLimitError:
     """Build the error for activations of which so few bytes cannot be kept."""
-    return ConfigError(
+    error = MemoryLimitError(
         f"at most {most_bytes:,} bytes of activations cannot be kept",
         where="zerofx.compile(recompute=...), the first training step",
         why=f"the inputs of the blocks, and what is outside of them, are {least_bytes:,} bytes",
         remedy=f"allow {least_bytes:,} bytes, or make the batch smaller",
     )
+    error.smallest_bytes = least_bytes
+    return error
 
 
 def _step(before: Kept, after: Kept, call: Call) -> tuple[int, float]:

@@ -30,7 +30,7 @@ class ShardingError(ZerofxError):
 
 
 class MemoryLimitError(ZerofxError):
-    """The schedule cannot stay within ``memory_limit``; ``smallest_bytes`` is the least that works."""
+    """A step cannot stay within a number of bytes (``memory_limit``, ``recompute``); ``smallest_bytes`` is the least that works."""
 
     smallest_bytes: int = 0
 

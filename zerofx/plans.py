@@ -108,12 +108,13 @@ class Plan:
         """
         return self.request.sweep(**settings)
 
-    def fastest(self, memory: int | str) -> Fastest:
+    def fastest(self, memory: int | str, recompute: Sequence[Any] = ()) -> Fastest:
         """Find the fastest setting of the same batch that keeps its peak within a memory (bytes, or text such as ``"40GB"``).
 
-        Over stages, memory limits and micro-batches; says what was tried and why. Raises ConfigError where nothing fits.
+        Over stages, memory limits, recompute (or only those values of it that are given) and micro-batches; says what was tried and
+        why. An amount that ``recompute`` is found to be counts the bytes of activations to keep. Raises ConfigError where nothing fits.
         """
-        return self.request.fastest(memory)
+        return self.request.fastest(memory, recompute)
 
 
 def plan(
@@ -227,9 +228,9 @@ class Request:
         check_names(settings, [*keywords, *(field.name for field in fields(Config))], where="zerofx.plan(...)")
         return sweeps.sweep(self.plan, settings)
 
-    def fastest(self, memory: int | str) -> Fastest:
+    def fastest(self, memory: int | str, recompute: Sequence[Any] = ()) -> Fastest:
         """Search for the fastest setting: see ``Plan.fastest``."""
-        return sweeps.fastest(self._plan_in_parts, memory, self.rows)
+        return sweeps.fastest(self._plan_in_parts, memory, self.rows, recompute)
 
     def _plan_in_parts(self, micro_batches: int, **changes: Any) -> Plan:
         """Plan with the batch cut into so many micro-batches."""

@@ -15,6 +15,8 @@ from zerofx.units import parse_bytes
 
 # Differences below this share of a step say nothing: that is how far predictions may be off.
 _ALIKE = 0.02
+# How often an amount of activations to keep is aimed at.
+_AMOUNTS = 2
 
 
 # Plans with some settings changed; raises MemoryLimitError as planning does.
@@ -93,12 +95,13 @@ def sweep(planner: Planner, settings: Mapping[str, Sequence[Any] | Any]) -> Swee
     return Sweep(tuple(_row(planner, dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())))
 
 
-def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
-    """Find the fastest setting whose peak stays within a memory, over stages, memory limits and micro-batches of the same batch.
+def fastest(planner: Planner, memory: int | str, rows_of_batch: int, recompute: Sequence[Any] = ()) -> Fastest:
+    """Find the fastest setting whose peak stays within a memory, over stages, memory limits, recompute and micro-batches of one batch.
 
     Each stage is planned with its default window first, stage 3 then with the limit of whole parameters and buffers that would fill
-    the memory, or the smallest that works, and with parameters that stay whole between micro-batches. While nothing fits, the batch
-    is halved. Raises ConfigError where nothing does at all.
+    the memory, or the smallest that works, and with parameters that stay whole between micro-batches. Where that does not fit, as much
+    is computed again as makes it fit; the batch is halved while it does not without. ``recompute`` are the only values of it to try,
+    where some are given. Raises ConfigError where nothing fits at all.
     """
     budget = parse_bytes(memory, "memory")
     if budget is None:
@@ -108,9 +111,14 @@ def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
     tried: list[Row] = []
     for stage in range(4):
         for micro_batches in _halvings(rows_of_batch):
-            rows = list(_within(planner, budget, {"stage": stage, "micro_batches": micro_batches}))
+            settings = {"stage": stage, "micro_batches": micro_batches}
+            rows = list(_each(planner, budget, settings, recompute) if recompute else _as_needed(planner, budget, settings))
             tried += rows
-            if any(_fits(row, budget) for row in rows):
+            first, plan = rows[0].settings["recompute"], rows[0].plan
+            # more micro-batches are slower, and hold no fewer states
+            if any(_fits(row, budget) and row.settings["recompute"] == first for row in rows):
+                break
+            if plan is not None and sum(plan.states_bytes.values()) > budget:
                 break
     fitting = [row for row in tried if _fits(row, budget)]
     if not fitting:
@@ -135,6 +143,41 @@ def fastest(planner: Planner, memory: int | str, rows_of_batch: int) -> Fastest:
     chosen = min(alike, key=lambda row: (row.plan.total_peak_bytes, row.plan.seconds))
     verdicts = tuple(_judged(row, chosen, budget) for row in tried)
     return Fastest(budget, verdicts[tried.index(chosen)], verdicts, _why(chosen, fitting, tried, budget))
+
+
+def _each(planner: Planner, budget: int, settings: dict[str, Any], recompute: Sequence[Any]) -> Iterator[Row]:
+    """Yield a setting with each of some values of recompute."""
+    for value in recompute:
+        yield from _within(planner, budget, settings | {"recompute": value})
+
+
+def _as_needed(planner: Planner, budget: int, settings: dict[str, Any]) -> Iterator[Row]:
+    """Yield a setting without recompute; where that does not fit and blocks do, with what is between: by operator, and by amount.
+
+    An amount is what may be kept: less than all by what is too much; once more where computing again takes memory of its own.
+    """
+    everything = list(_within(planner, budget, settings | {"recompute": None}))
+    yield from everything
+    if everything[0].plan is None or any(_fits(row, budget) for row in everything):
+        return
+    blocks = list(_within(planner, budget, settings | {"recompute": "blocks"}))
+    yield from blocks
+    if not any(_fits(row, budget) for row in blocks):
+        return
+    yield from _within(planner, budget, settings | {"recompute": "selective"})
+    kept, row = _saved_bytes(everything[0]), everything[0]
+    for _ in range(_AMOUNTS):
+        kept -= row.plan.total_peak_bytes - budget
+        if kept <= _saved_bytes(blocks[0]):
+            break
+        row = _row(planner, settings | {"recompute": kept})
+        yield row
+        if row.plan is None or _fits(row, budget):
+            break
+
+
+def _saved_bytes(row: Row) -> int:
+    return int(row.plan.peak_bytes.get("saved activations", 0))
 
 
 def _within(planner: Planner, budget: int, settings: dict[str, Any]) -> Iterator[Row]:
@@ -206,9 +249,13 @@ def _why(chosen: Row, fitting: Sequence[Row], tried: Sequence[Row], budget: int)
     if not others:
         return f"{text}, and no other."
     nearest = min(others, key=lambda row: row.plan.seconds)
-    more = nearest.plan.exposed_s - plan.exposed_s
-    cause = f"waits {abs(more):.3g} s {'longer' if more > 0 else 'less'} for communication"
+    waits_s, computes_s = nearest.plan.exposed_s - plan.exposed_s, nearest.plan.compute_s - plan.compute_s
+    cause = f"waits {_differing(waits_s)} for communication" if abs(waits_s) >= abs(computes_s) else f"computes {_differing(computes_s)}"
     return f"{text}; the next, {_named(nearest)}, takes {nearest.plan.seconds:.4g} s and {cause}."
+
+
+def _differing(seconds: float) -> str:
+    return f"{abs(seconds):.3g} s {'longer' if seconds > 0 else 'less'}"
 
 
 def _named(row: Row) -> str:

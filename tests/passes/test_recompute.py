@@ -1,4 +1,3 @@
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -54,9 +53,10 @@ def test_an_amount_is_kept_and_no_less_than_it_takes() -> None:
     for share in (0.9, 0.5):
         assert least < _saved_bytes(recompute=share) <= share * most
     assert _saved_bytes(recompute=1.0) == most
-    with pytest.raises(zerofx.ConfigError, match=r"at most 1 bytes of activations cannot be kept") as failure:
+    with pytest.raises(zerofx.MemoryLimitError, match=r"at most 1 bytes of activations cannot be kept") as failure:
         _saved_bytes(recompute=1)
-    smallest = int(re.search(r"allow ([\d,]+) bytes", str(failure.value))[1].replace(",", ""))  # type: ignore[index]
+    smallest = failure.value.smallest_bytes
+    assert f"allow {smallest:,} bytes" in failure.value.remedy
     assert _saved_bytes(recompute=smallest) <= smallest
 
 
