@@ -252,7 +252,7 @@ def test_the_command_line_plans_a_gpt(capsys: pytest.CaptureFixture[str], tmp_pa
         (["gpt", "--params", "7e6", "--rows", "9" * 20], "rows x positions"),
         (["hf", "--config", "none.json"], "none.json is no file"),
         (["hf", "--config", "odd.json"], "odd.json gives no model"),
-        (["gpt", "--params", "7e6", "--recompute", "none,all"], "recompute='all' is not known"),
+        (["gpt", "--params", "7e6", "--recompute", "all"], "recompute='all' is not known"),
         (["gpt", "--params", "7e6", "--fit", "1GB", "--stage", "3"], "--fit searches stages"),
     ],
 )

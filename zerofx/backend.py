@@ -205,7 +205,8 @@ class Tracing:
         return scheduled
 
     def schedule_inference(self, program: Program) -> Program:
-        """Schedule a program without a backward."""
+        """Schedule a program without a backward, for which nothing is computed again."""
+        program = replace(program, recompute=None)
         traced = replace(self._run(program, Level.RECOMPUTED), phase=Phase.FORWARD)
         (self.compilation.forward,) = self._schedule([traced])
         return self.compilation.forward

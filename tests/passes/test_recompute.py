@@ -60,6 +60,12 @@ def test_an_amount_is_kept_and_no_less_than_it_takes() -> None:
     assert _saved_bytes(recompute=smallest) <= smallest
 
 
+def test_a_forward_without_a_backward_computes_nothing_again() -> None:
+    found = compilation(compiled(TiedStack(2), TOKENS, train=False, recompute=0.5))
+    assert found.forward is not None
+    assert not list(found.forward.marked("recompute"))
+
+
 def test_the_cheapest_byte_goes_first() -> None:
     first, second = Call("h.0"), Call("h.1")
     nothing = Kept({first: 100, second: 100}, {})
