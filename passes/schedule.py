@@ -80,7 +80,8 @@ def limit_error(program: Program, limit_bytes: int, smallest_bytes: int) -> Memo
         f"memory_limit={limit_bytes} bytes cannot be met: the smallest that works is {smallest_bytes} bytes",
         where=where,
         why=f"{whole_bytes} bytes of whole parameters and {buffer_bytes} bytes of communication buffers are needed at once",
-        remedy=f"pass memory_limit={smallest_bytes} or more, shard more (a higher stage), or split the module that owns it",
+        remedy=f"pass memory_limit={smallest_bytes} or more, shard more (a higher stage), or split the module that owns it; "
+        'recompute frees activations, which count here only with recompute="auto"',
     )
     error.smallest_bytes = smallest_bytes
     return error

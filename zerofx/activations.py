@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch.fx import Node
 
@@ -15,6 +16,10 @@ from zerofx.origins import Call
 from zerofx.program import Program, results_of, storage_of
 from zerofx.recomputing import Choice, Extent, part_of
 from zerofx.work import storage_bytes
+
+K = TypeVar("K")
+# What may be given up step by step: bytes held, and seconds that this takes, falling and rising from rung to rung.
+Ladder = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +53,47 @@ def _is_parameter(node: Node) -> bool:
     return mark is not None and mark.kind == "gather"
 
 
-def choose(options: Mapping[Extent, Kept], most_bytes: int) -> Choice:
-    """Return how much of each part to compute again so that at most so many bytes are kept, in little time; where that is too few, all.
+def ladders_of(options: Mapping[Extent, Kept]) -> dict[Call, Ladder]:
+    """Return for each part what it keeps, and spends, the more of it is computed again."""
+    parts = dict.fromkeys(call for option in options.values() for call in option.size_bytes)
+    return {call: [(option.size_bytes.get(call, 0), option.seconds.get(call, 0.0)) for option in options.values()] for call in parts}
 
-    Each step takes the part, and the extent, that costs the fewest seconds a byte; of equal parts the first, whose activations would
-    lie longest. Parts are taken for independent: what one lets go of, another may have to keep.
-    """
-    parts = list(dict.fromkeys(call for option in options.values() for call in option.size_bytes))
+
+def choice_of(options: Mapping[Extent, Kept], rungs: Mapping[Any, int]) -> Choice:
+    """Return the choice that some rungs of the parts' ladders are."""
     extents = list(options)
-    levels = dict.fromkeys(parts, extents[0])
-    total = options[extents[0]].total_bytes
+    return Choice(tuple((call, extents[rung]) for call, rung in rungs.items() if isinstance(call, Call)))
+
+
+def cheapest(ladders: Mapping[K, Ladder], most_bytes: int) -> dict[K, int]:
+    """Return the rung to take on each ladder so that all hold at most so many bytes, in little time; where that is too few, the last.
+
+    Each step is the one that costs the fewest seconds a byte; of equal ones that on the first ladder. Ladders are taken for
+    independent: what one part lets go of, another may have to keep.
+    """
+    rungs = dict.fromkeys(ladders, 0)
+    total = sum(ladder[0][0] for ladder in ladders.values())
     while total > most_bytes:
         steps = [
-            (seconds / size, place, call, extent, size)
-            for place, call in enumerate(parts)
-            for extent in extents[extents.index(levels[call]) + 1 :]
-            for size, seconds in [_step(options[levels[call]], options[extent], call)]
-            if size > 0
+            (max(ladder[rung][1] - ladder[rungs[key]][1], 0.0) / size, place, key, rung, size)
+            for place, (key, ladder) in enumerate(ladders.items())
+            for rung in range(rungs[key] + 1, len(ladder))
+            if (size := ladder[rungs[key]][0] - ladder[rung][0]) > 0
         ]
         if not steps:
             break
-        _, _, call, extent, size = min(steps, key=lambda step: step[:2])
-        levels[call] = extent
+        _, _, key, rung, size = min(steps, key=lambda step: step[:2])
+        rungs[key] = rung
         total -= size
-    return Choice(tuple(levels.items()))
+    return rungs
+
+
+def choose(options: Mapping[Extent, Kept], most_bytes: int) -> Choice:
+    """Return how much of each part to compute again so that at most so many bytes are kept: see ``cheapest``.
+
+    Of equal parts the first goes first, whose activations would lie longest.
+    """
+    return choice_of(options, cheapest(ladders_of(options), most_bytes))
 
 
 def foreseen_bytes(options: Mapping[Extent, Kept], choice: Choice) -> int:
@@ -85,16 +107,10 @@ def too_few(most_bytes: int, least_bytes: int) -> MemoryLimitError:
         f"at most {most_bytes:,} bytes of activations cannot be kept",
         where="zerofx.compile(recompute=...), the first training step",
         why=f"the inputs of the blocks, and what is outside of them, are {least_bytes:,} bytes",
-        remedy=f"allow {least_bytes:,} bytes, or make the batch smaller",
+        remedy=f'allow {least_bytes:,} bytes, make the batch smaller, or bound the whole step: recompute="auto" with a memory_limit',
     )
     error.smallest_bytes = least_bytes
     return error
-
-
-def _step(before: Kept, after: Kept, call: Call) -> tuple[int, float]:
-    """Return the bytes that a part keeps less, and the seconds that it computes longer."""
-    size = before.size_bytes.get(call, 0) - after.size_bytes.get(call, 0)
-    return size, max(after.seconds.get(call, 0.0) - before.seconds.get(call, 0.0), 0.0)
 
 
 def extents_of(nodes: Sequence[Node]) -> dict[Extent, Choice]:

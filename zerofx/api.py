@@ -64,14 +64,16 @@ def compile(
     ``methods`` names those that are called from outside, as ``forward`` is. ``memory_limit`` (bytes, or ``"2GiB"``) bounds whole
     parameters and communication buffers in flight. ``recompute`` says which activations the backward computes again instead of
     keeping them: ``"blocks"`` (all within the repeated blocks), ``"selective"`` (all but products and attention), patterns of
-    qualified names, a policy as torch's ``create_selective_checkpoint_contexts`` takes, or how many to keep at most (a fraction such
-    as 0.5, or bytes). ``offload`` (``{"optimizer": "disk:DIRECTORY", "parameters": ...}``, or ``"disk"`` for all of it in the temporary
-    directory) keeps what it names of the training state in files, and in memory only what is being worked on. ``hardware``
-    (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication starts as early
-    as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
+    qualified names, a policy as torch's ``create_selective_checkpoint_contexts`` takes, how many to keep at most (a fraction such
+    as 0.5, or bytes), or ``"auto"``: no more than makes a step fit. Then ``memory_limit`` bounds all that a step holds beside shards
+    and optimizer states, and what costs the least time for each byte is given up first: activations, overlap, or parameters that are
+    kept whole; batches of other sizes are fitted anew. ``offload`` (``{"optimizer": "disk:DIRECTORY", "parameters": ...}``, or ``"disk"``
+    for all of it in the temporary directory) keeps what it names of the training state in files, and in memory only what is being worked
+    on. ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication
+    starts as early as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
-    RankMismatchError where ranks pass different models or settings.
+    RankMismatchError where ranks pass different models or settings. A forward raises MemoryLimitError where a limit cannot be met.
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7.
     """
     local: ZerofxError | None = None

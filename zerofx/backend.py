@@ -16,6 +16,7 @@ from zerofx import _torch, ops, randomness
 from zerofx.activations import Kept, choose, extents_of, foreseen_bytes, kept, too_few
 from zerofx.agreement import Unit
 from zerofx.errors import MemoryLimitError, ZerofxError
+from zerofx.fitting import Attempt, attempted, bound_sizes, fit, in_several_graphs
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
 from zerofx.presets import PRESETS
@@ -162,6 +163,10 @@ class Tracing:
 
     def split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Split a joint program as the partitioner is told to, and schedule both parts."""
+        split = self._split_to_fit if program.config.fits else self._split_and_kept
+        return split(program, joint_inputs, **kwargs)
+
+    def _split_and_kept(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         try:
             return self._split(program, joint_inputs, **kwargs)
         except MemoryLimitError:
@@ -256,6 +261,36 @@ class Tracing:
             # what the parts owe each other was not foreseen: aim lower, and at another choice
             last, aim_bytes = choice, min(aim_bytes - (found.total_bytes - most_bytes), foreseen_bytes(options, choice) - 1)
         raise too_few(most_bytes, options[Extent.ALL].total_bytes)
+
+    def _split_to_fit(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Split a joint program so that all that its step holds stays within the memory limit, whatever has to be given up for that."""
+        if not self.is_whole:
+            raise in_several_graphs()
+        compilation, limit_bytes = self.compilation, program.config.memory_limit_bytes
+        machine = program.config.machine or PRESETS["h100"]  # for want of figures, those of some accelerator
+        before = list(compilation.records)
+        assert limit_bytes is not None
+
+        def attempt(choice: Choice, moving_bytes: int) -> Attempt:
+            compilation.records[:] = before
+            config = replace(program.config, memory_limit_bytes=moving_bytes)
+            modules = self._split_and_kept(replace(program, config=config, recompute=choice), joint_inputs, **kwargs)
+            forward, backward = compilation.forward, compilation.backward
+            assert forward is not None
+            assert backward is not None
+            made = modules, forward, backward, self._source, list(compilation.records)
+            return attempted(forward, backward, self.backend.pipeline, machine, made)
+
+        def keep(choice: Choice) -> Kept:
+            compilation.records[:] = before
+            parts = self._partitioned(replace(program, recompute=choice), joint_inputs, **kwargs)
+            return kept(*parts, kwargs["num_fwd_outputs"], machine)
+
+        found, share = fit(attempt, keep, extents_of(list(program.graph.nodes)), limit_bytes)
+        modules, compilation.forward, compilation.backward, self._source, compilation.records[:] = found.made
+        bound_sizes(program, share)
+        split: tuple[GraphModule, GraphModule] = modules
+        return split
 
     def _schedule(self, programs: list[Program]) -> list[Program]:
         """Schedule each program; where several do not fit the memory limit, raise the error that asks for the most."""

@@ -90,12 +90,14 @@ class Config:
     mode: so many buckets); 0 overlaps nothing. At stage 3, blocks of parameters, from the first, of at most ``keep_whole_bytes`` stay
     whole until an optimizer changes them, so that only the first of several micro-batches gathers them. ``recompute`` says which
     activations a backward computes again: those within the repeated ``"blocks"``, all but products and attention (``"selective"``),
-    those within modules by patterns of qualified names, by a policy as torch's ``create_selective_checkpoint_contexts`` takes, or so
-    many that at most a fraction (a float), or a number of bytes, is kept. ``offload`` is an ``Offload``, or a dict of its fields: what
-    of the training state lies on disk; ``"disk"`` or ``"disk:DIRECTORY"`` is short for all of it, ``"optimizer"`` for that. ``hardware``
-    are the figures that the schedule goes by, or the name of a machine. A rank that the others wait for longer than ``timeout_s``,
-    neither computing with them nor compiling, is an error on all; with None the ranks do not ask each other, and those that differ wait
-    for ever.
+    those within modules by patterns of qualified names, by a policy as torch's ``create_selective_checkpoint_contexts`` takes, so many
+    that at most a fraction (a float), or a number of bytes, is kept, or (``"auto"``) no more than makes a step fit: then
+    ``memory_limit_bytes`` bounds all that a step holds beside shards and optimizer states, and what costs the least time for each
+    byte is given up first, be it overlap, parameters kept whole, or activations. ``offload`` is an ``Offload``, or a dict of its fields:
+    what of the training state lies on disk; ``"disk"`` or ``"disk:DIRECTORY"`` is short for all of it, ``"optimizer"`` for that.
+    ``hardware`` are the figures that the schedule goes by, or the name of a machine. A rank that the others wait for longer than
+    ``timeout_s``, neither computing with them nor compiling, is an error on all; with None the ranks do not ask each other, and those
+    that differ wait for ever.
     """
 
     stage: int = 3
@@ -175,6 +177,11 @@ class Config:
         return Imported(config=cls(**found.fields, hooks=HookLimits(**found.hooks)), **found.rest)
 
     @property
+    def fits(self) -> bool:
+        """Whether the memory limit bounds all that a step holds, and so decides what is computed again."""
+        return isinstance(self.recompute, str) and self.recompute == "auto"
+
+    @property
     def keeps_at_most(self) -> bool:
         """Whether ``recompute`` is a fraction or a number of bytes, so that what is computed again has to be chosen."""
         given = self.recompute
@@ -235,7 +242,7 @@ class Config:
             "passes": bool(self.passes),
             "memory_limit": self.memory_limit_bytes is not None,
             "hardware": self.hardware is not None,
-            "recompute": self.keeps_at_most,
+            "recompute": self.keeps_at_most or self.fits,
         }
         if self.backend == "hooks" and any(unusable.values()):
             field = next(name for name, given in unusable.items() if given)
@@ -279,9 +286,13 @@ class Config:
         given, where = self.recompute, "zerofx.Config(recompute=...)"
         if given is None or callable(given) or given in ("blocks", "selective"):
             return
+        if self.fits:
+            is_bounded = self.memory_limit_bytes is not None or self.backend == "hooks"  # which takes neither
+            self._check(is_bounded, "recompute", "no choice without a memory_limit", "that is what it fits a step into", "pass both")
+            return
         is_named = isinstance(given, tuple) and bool(given) and all(isinstance(name, str) for name in given)
         is_amount = self.keeps_at_most and (not isinstance(given, float) or 0 <= given <= 1)
-        words = 'pass "blocks", "selective", ("h.*.mlp",), a fraction from 0.0 to 1.0, bytes such as "2GiB", or a policy'
+        words = 'pass "blocks", "selective", "auto", ("h.*.mlp",), a fraction from 0.0 to 1.0, bytes such as "2GiB", or a policy'
         self._check(is_named or is_amount, "recompute", "not known", "it says which activations are not kept", words)
         if isinstance(given, str | int):
             parse_bytes(given, "recompute", where)

@@ -20,6 +20,7 @@ from zerofx.origins import module_of
 from zerofx.params import block_of
 from zerofx.program import Program, arguments, output_of
 from zerofx.steps import Step
+from zerofx.work import allocated_bytes
 
 Root = tuple[Node, int]
 
@@ -178,7 +179,7 @@ def _sizes(value: Any, standing: frozenset[int]) -> Iterable[int]:
             yield sum(_sizes(part, standing))
             continue
         storage = part.untyped_storage() if isinstance(part, Tensor) else None
-        yield 0 if storage is None or storage._cdata in standing else storage.nbytes()
+        yield 0 if storage is None or storage._cdata in standing else allocated_bytes(part)
 
 
 def _kind(node: Node, is_result: bool) -> Kind:

@@ -66,10 +66,11 @@ def tensors(node: Node) -> Iterator[Tensor]:
 
 def shape_of(value: Tensor) -> tuple[int, ...]:
     """Return a traced shape in numbers: a dynamic size counts as what it was when traced."""
-    return tuple(size if type(size) is int else _hint(size) for size in value.shape)
+    return tuple(size if type(size) is int else traced_size(size) for size in value.shape)
 
 
-def _hint(size: Any) -> int:
+def traced_size(size: Any) -> int:
+    """Return a size in numbers: a dynamic one counts as what it was when traced."""
     from torch.fx.experimental.symbolic_shapes import optimization_hint
 
     return int(optimization_hint(size, fallback=1))
@@ -80,9 +81,14 @@ def tensor_bytes(value: Tensor) -> int:
     return math.prod(shape_of(value)) * value.dtype.itemsize
 
 
+def allocated_bytes(value: Tensor) -> int:
+    """Return the bytes of the storage behind a traced tensor."""
+    return traced_size(value.untyped_storage().nbytes())
+
+
 def storage_bytes(node: Node) -> int:
     """Return the bytes of the storages behind what a node gives."""
-    return sum(_hint(value.untyped_storage().nbytes()) for value in tensors(node))
+    return sum(map(allocated_bytes, tensors(node)))
 
 
 def bytes_of(node: Node) -> int:
