@@ -1,14 +1,22 @@
 """Measured peaks against what the schedule promises."""
 
 import ctypes
+import functools
+from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import zerofx
 from benchmarks.measure import allocated_bytes
+from tests.programs import TiedStack
 from tests.ranks import Pool
+from zerofx import memory, planner
+from zerofx.config import Config
+from zerofx.program import Program
 from zerofx.traffic import TrafficCounter
+from zerofx.wholes import Arrivals
 
 _BLOCKS, _WIDTH, _ROWS = 12, 256, 1024
 
@@ -133,3 +141,77 @@ def test_graphs_of_one_forward_keep_nothing_for_their_backwards(ranks: Pool) -> 
         for alive, whole, total in ranks.run(_whole_with_breaks, 2, limit):
             assert alive <= whole
             assert limit is None or total <= limit
+
+
+def _buffers_at_once(programs: Sequence[Program]) -> int:
+    """The most bytes of communication buffers in flight: of refreshes, of gathers until they are in place, and of reductions."""
+    most = 0
+    for program in programs:
+        flying, most = 0, max(most, memory.arriving_bytes(program))
+        for _, mark in program.marked("gather_start", "gather_wait", "reduce_start", "reduce_wait"):
+            size = memory.bucket_bytes(program, mark)
+            if mark.kind == "gather_wait":  # what is packed is copied out of its buffer
+                copied = memory.packed_bytes([program.params[index] for index in mark.params], program.group)
+                most = max(most, flying + copied)
+            flying += size if mark.kind.endswith("_start") else -size
+            most = max(most, flying)
+    return most
+
+
+@pytest.mark.parametrize(("stage", "depths"), [(1, (12, 48)), (2, (12, 48)), (3, (12, 48, 96))])
+def test_communication_buffers_do_not_grow_with_depth(stage: int, depths: tuple[int, ...]) -> None:
+    """ZeRO-R's constant-size buffers (Rajbhandari et al., 2020, section 6.2): attention has no parameters, so blocks do without."""
+    config = Config(stage=stage, backend="aot_eager", bucket_max_bytes=2**14, bucket_min_bytes=2**12)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    found = []
+    for layers in depths:
+        traced = planner.trace(TiedStack(layers, 16, 32), (tokens,), None, config, 4, "nccl")
+        found.append(_buffers_at_once(traced.scheduled))
+    bucket = max(config.bucket_max_bytes, max(param.whole_bytes for param in traced.params))
+    gathers, reductions = 2 + config.prefetch_buckets, 2 * config.reduces_in_flight
+    assert len(set(found)) == 1
+    assert 0 < found[0] <= (gathers + reductions) * bucket
+
+
+class _Landed:
+    """A refresh that notes when it is launched and when it has ended."""
+
+    def __init__(self, bucket: int, events: list[str]) -> None:
+        self._bucket, self._events = bucket, events
+        events.append(f"launch {bucket}")
+
+    def wait(self) -> None:
+        self._events.append(f"end {self._bucket}")
+
+
+def test_refreshes_are_launched_in_order_and_within_their_room() -> None:
+    events = list[str]()
+    arrivals = Arrivals(20)
+    for bucket, size in enumerate((10, 10, 10, 30, 0)):
+        arrivals.add(bucket, size, functools.partial(_Landed, bucket, events))
+    assert events == ["launch 0", "launch 1"]
+    arrivals.wait(2)  # as a graph does that reads it first
+    assert events[2:] == ["end 0", "launch 2", "end 2"]
+    arrivals.wait(0)
+    arrivals.finish()
+    assert events[5:] == ["end 1", "launch 3", "end 3", "launch 4", "end 4"]
+
+
+def _weights(rank: int, world: int, stage: int) -> bool:
+    """Whether training with room for one small bucket in flight gives the weights that it gives with room for all."""
+    found = []
+    for bucket_max_bytes in (2**12, 25 * 2**20):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = zerofx.compile(TiedStack(2, 16, 32), config=Config(stage=stage, backend="aot_eager", bucket_max_bytes=bucket_max_bytes))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model((torch.arange(16).view(2, 8) + rank + step) % 32).backward()
+            optimizer.step()
+        found.append([parameter.to_local() for parameter in model.parameters()])
+    return all(map(torch.equal, *found))
+
+
+def test_refreshes_that_wait_for_room_give_the_same_weights(ranks: Pool) -> None:
+    assert ranks.run(_weights, 2, 2) == [True, True]

@@ -66,10 +66,26 @@ def standing_bytes(program: Program) -> int:
 
 
 def arriving_bytes(program: Program) -> int:
-    """Bytes that a forward's refreshes, all launched with it, hold beside the whole copies that they belong to."""
+    """Bytes of buffers that a forward's refreshes in flight hold beside the whole copies that they belong to."""
     if program.phase is not Phase.FORWARD:
         return 0
-    return sum(packed_bytes([program.params[index] for index in members], program.group) for members in program.refresh_buckets)
+    facts = program.refresh_buckets, program.params, program.group
+    return min(sum(_shared_bytes(*facts)), refreshing_bytes(*facts, program.config))
+
+
+def refreshing_bytes(buckets: Sequence[Sequence[int]], params: Sequence[Param], group: Group, config: Config) -> int:
+    """The most bytes of buffers that refreshes in flight may take: one bucket's, or those that fit twice the largest bucket allowed.
+
+    A memory limit that leaves less beside the whole copies bounds them too.
+    """
+    room, limit = 2 * config.bucket_max_bytes, config.memory_limit_bytes
+    if limit is not None and not config.fits:
+        room = min(room, limit - kept_bytes(params))
+    return max(room, *_shared_bytes(buckets, params, group), 0)
+
+
+def _shared_bytes(buckets: Sequence[Sequence[int]], params: Sequence[Param], group: Group) -> list[int]:
+    return [packed_bytes([params[index] for index in members], group) for members in buckets]
 
 
 def shards_bytes(params: Sequence[Param]) -> int:

@@ -15,6 +15,7 @@ from zerofx.program import Program
 from zerofx.simulate import Kind, Task, Timeline, simulate
 from zerofx.steps import Step, steps_of
 from zerofx.timeline import Moment
+from zerofx.wholes import Arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +104,47 @@ def _moments(
     program = forwards[0].program
     forward = _waiting_once([moment for part in forwards for moment in part.moments(machine)])
     backward = [moment for part in backwards for moment in part.moments(machine)]
-    launches = list(timeline.refreshes(program.params, buckets, program.group, machine))
-    waited = {moment.task.collective for moment in forward}
-    late = [Task(f"forward: wait for {task.name}", Kind.WAIT, collective=task.name) for task in launches if task.name not in waited]
+    first = _refreshing(program, buckets, forward, machine)
     fresh = [moment for moment in forward if not moment.task.collective.startswith("refresh")]
     keeping = [moment for moment in backward if moment.task.kind is Kind.COMPUTE] if program.config.stage < 2 else backward
     found: list[Moment] = []
     for number in range(micro_batches):
-        found += [*map(Moment, launches), *forward, *map(Moment, late)] if number == 0 else fresh
+        found += first if number == 0 else fresh
         found += backward if number == micro_batches - 1 else keeping
     return [*found, Moment(Task("optimizer", Kind.COMPUTE, update_s))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Refresh:
+    """A refresh on a timeline."""
+
+    name: str
+    found: list[Moment]
+
+    def wait(self) -> None:
+        self.found.append(Moment(Task(f"forward: wait for {self.name}", Kind.WAIT, collective=self.name)))
+
+
+def _refreshing(program: Program, buckets: Sequence[Sequence[int]], forward: Sequence[Moment], machine: Hardware) -> list[Moment]:
+    """Put the refreshes into a forward, as they are launched when it runs."""
+    found: list[Moment] = []
+    arrivals = Arrivals(memory.refreshing_bytes(buckets, program.params, program.group, program.config))
+    tasks = list(timeline.refreshes(program.params, buckets, program.group, machine))
+    for number, (task, members) in enumerate(zip(tasks, buckets, strict=True)):
+
+        def launch(task: Task = task) -> _Refresh:
+            found.append(Moment(task))
+            return _Refresh(task.name, found)
+
+        arrivals.add(number, memory.packed_bytes([program.params[index] for index in members], program.group), launch)
+    numbers = {task.name: number for number, task in enumerate(tasks)}
+    for moment in forward:
+        if moment.task.collective in numbers:
+            arrivals.wait(numbers[moment.task.collective])
+        else:
+            found.append(moment)
+    arrivals.finish()
+    return found
 
 
 def _waiting_once(found: Sequence[Moment]) -> list[Moment]:

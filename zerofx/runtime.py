@@ -200,7 +200,8 @@ class Runtime(ABC):
             self.agreement.turn(unit, lambda: self.wholes.refresh(stale, self.shards))
 
     def take_part(self, kind: str, members: tuple[int, ...]) -> None:
-        """Take part in communication that other ranks need and this one does not."""
+        """Take part in communication that other ranks need and this one does not, behind all that this one has begun."""
+        self.wholes.arrivals.launch_all()
         with torch.no_grad():
             if kind == "reduce":
                 self.gradients.take_part(members)

@@ -2,39 +2,78 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zerofx import _torch, collectives
+from zerofx import _torch, collectives, memory
 from zerofx.collectives import Refresh
 from zerofx.config import Config
 from zerofx.groups import Group
 from zerofx.params import Param, block_of
 
 
+class InFlight(Protocol):
+    """What was launched."""
+
+    def wait(self) -> None:
+        """Finish it."""
+        ...
+
+
 class Arrivals:
-    """Refreshes of whole copies in flight, by bucket; a lowered graph waits for each where it first reads it."""
+    """Refreshes of whole copies, by bucket: launched in order, as many ahead of use as have room for their buffers.
 
-    def __init__(self) -> None:
-        self._pending: dict[int, Refresh] = {}
+    A lowered graph waits for each where it first reads it.
+    """
 
-    def launch(self, bucket: int, refresh: Refresh) -> None:
-        self._pending[bucket] = refresh
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._held_bytes = most_bytes, 0
+        self._queue: deque[tuple[int, int, Callable[[], InFlight]]] = deque()
+        self._flying: dict[int, tuple[InFlight, int]] = {}
+
+    def add(self, bucket: int, size_bytes: int, launch: Callable[[], InFlight]) -> None:
+        """Launch a refresh as soon as those before it leave room for its buffers."""
+        self._queue.append((bucket, size_bytes, launch))
+        self._fill()
 
     def wait(self, bucket: int) -> None:
-        refresh = self._pending.pop(bucket, None)
-        if refresh is not None:
-            refresh.wait()
+        """Finish a refresh, if it is one of those added."""
+        while any(queued == bucket for queued, _, _ in self._queue):
+            self._land(next(iter(self._flying)))  # the oldest makes room
+        if bucket in self._flying:
+            self._land(bucket)
+
+    def launch_all(self) -> None:
+        """Launch what is left, whatever room there is."""
+        while self._queue:
+            self._launch()
 
     def finish(self) -> None:
         """Wait for whatever the forward did not read."""
-        for bucket in list(self._pending):
-            self.wait(bucket)
+        while self._flying:
+            self._land(next(iter(self._flying)))
+
+    def _fill(self) -> None:
+        while self._queue and (not self._flying or self._held_bytes + self._queue[0][1] <= self._most_bytes):
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket, size, launch = self._queue.popleft()
+        self._flying[bucket] = launch(), size
+        self._held_bytes += size
+
+    def _land(self, bucket: int) -> None:
+        refresh, size = self._flying.pop(bucket)
+        self._held_bytes -= size
+        refresh.wait()
+        self._fill()
 
 
 class Versions:
@@ -73,9 +112,9 @@ class WholeCopies:
 
     def __init__(self, config: Config, group: Group, params: tuple[Param, ...], tensors: list[nn.Parameter], versions: Versions) -> None:
         self._config, self._group, self._params, self._tensors, self._changes = config, group, params, tensors, versions
-        self.arrivals = Arrivals()
         self.copies: list[Tensor | None] = self._new_copies()
         self.buckets = refresh_buckets(config, params)
+        self.arrivals = Arrivals(memory.refreshing_bytes(self.buckets, params, group, config))
         self._versions = [-1] * len(params)
 
     def _new_copies(self) -> list[Tensor | None]:
@@ -92,15 +131,15 @@ class WholeCopies:
         return self._changes.of(index) != self._versions[index]
 
     def refresh(self, buckets: Sequence[int], shards: Sequence[Tensor]) -> None:
-        """Launch the gathers of buckets."""
+        """Launch the gathers of buckets, the first ones at once."""
         for bucket in buckets:
             self.arrivals.wait(bucket)
             members = self.buckets[bucket]
             params = [self._params[index] for index in members]
             wholes = [whole for index in members if (whole := self.copies[index]) is not None]
-            with torch.no_grad():
-                sent = [shards[index].detach() for index in members]
-                self.arrivals.launch(bucket, collectives.refresh_start(wholes, sent, params, self._group))
+            sent = [shards[index].detach() for index in members]
+            launch = functools.partial(_launch, wholes, sent, params, self._group)
+            self.arrivals.add(bucket, memory.packed_bytes(params, self._group), launch)
             for index in members:
                 self._versions[index] = self._changes.of(index)
 
@@ -109,6 +148,11 @@ class WholeCopies:
         for bucket, members in enumerate(self.buckets):
             if index in members:
                 self.arrivals.wait(bucket)
+
+
+def _launch(wholes: Sequence[Tensor], shards: Sequence[Tensor], params: Sequence[Param], group: Group) -> Refresh:
+    with torch.no_grad():
+        return collectives.refresh_start(wholes, shards, params, group)
 
 
 def refresh_buckets(config: Config, params: Sequence[Param]) -> tuple[tuple[int, ...], ...]:
