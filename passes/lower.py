@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofx import _torch, collectives
+from zerofx.kernels import is_constant
 from zerofx.params import Param
 from zerofx.program import Level, Program, arguments
 
@@ -66,7 +67,26 @@ class Lower:
                     program.graph.erase_node(item)
                 program.graph.erase_node(node)
                 program.graph.erase_node(start)
+        if program.config.backend == "inductor":
+            _make_where_read(program.graph)
         return program
+
+
+def _make_where_read(graph: Graph) -> None:
+    """Give each reader of a constant one of its own: one that several regions read would be stored, from the first of them to the last."""
+
+    def own(source: Node) -> Node:
+        return graph.node_copy(source, own) if is_constant(source) else source
+
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    constants = {node: None for node in nodes if is_constant(node)}
+    for node in nodes:
+        if node not in constants and not constants.keys().isdisjoint(node.all_input_nodes):
+            with graph.inserting_before(node):
+                node.args, node.kwargs = torch.fx.node.map_arg((node.args, node.kwargs), own)
+    for node in reversed(constants):
+        if not node.users:
+            graph.erase_node(node)
 
 
 class _Recorder:
@@ -77,8 +97,8 @@ class _Recorder:
         self._recordings: dict[Any, _Recording] = {}
         # what is traced around was decomposed for Inductor; so must be what goes beside it
         table = _torch.inductor_decompositions() if program.config.backend == "inductor" else {}
-        # the buffer that a collective fills stays an op between regions
-        self._decompositions = {op: function for op, function in table.items() if op is not torch.ops.aten.new_empty.default}
+        left = () if program.config.whole_graph else collectives.AS_THEY_ARE
+        self._decompositions = {op: function for op, function in table.items() if op not in left}
 
     def insert(self, place: Node, kind: str, params: tuple[Param, ...], sources: list[Node]) -> list[Node]:
         """Insert, before a node, what an event of a kind does to the values of some nodes; return its results."""

@@ -18,6 +18,8 @@ from zerofx.groups import Group
 from zerofx.params import Param
 
 _NARROW = (torch.bfloat16, torch.float16)
+# What stays between the regions of a compiler: the buffer that a collective fills, and what copies the parameters out of it.
+AS_THEY_ARE = (torch.ops.aten.new_empty.default, torch.ops.aten.split_with_sizes_copy.default)
 
 
 def chunks(params: Sequence[Param], group: Group) -> list[list[int]]:
@@ -92,7 +94,9 @@ def gather_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
             continue
         sizes = [params[position].shard_numel for position in chunk]
         rows = arrived[0].view(1 if first.dim is None else group.size, -1)
-        for position, part in zip(chunk, rows.split(sizes, dim=1), strict=True):
+        # all at once: a compiler would let what reads a parameter read it from the buffer, and keep that as long
+        parts = torch.ops.aten.split_with_sizes_copy.default(rows, sizes, 1) if rows.shape[0] > 1 else rows.split(sizes, 1)
+        for position, part in zip(chunk, parts, strict=True):
             wholes[position] = _join(part, params[position])
     return [wholes[position] for position in range(len(params))]
 

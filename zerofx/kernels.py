@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from zerofx.program import is_view
 from zerofx.work import bytes_of, flops, functions, is_free, keeps_rows, kind_of, packet, read_bytes, run_share, tensor_bytes, tensors
 
 aten = torch.ops.aten
@@ -61,6 +62,18 @@ def kernels(nodes: Sequence[Node]) -> list[Kernel]:
     return _Region(nodes).kernels()
 
 
+def is_constant(node: Node) -> bool:
+    """Whether a node's values follow from numbers alone, or it is a view of such: a compiler makes them where they are read."""
+    sources = [source for source in node.all_input_nodes if next(tensors(source), None) is not None]
+    if is_view(node):
+        return all(is_constant(source) for source in sources)
+    return not sources and _is_fused(node)
+
+
+def _is_fused(node: Node) -> bool:
+    return packet(node) in _FUSED or not _FUSED_TAGS.isdisjoint(getattr(node.target, "tags", ()))
+
+
 class _Region:
     """Nodes by level: what a level reads was made by lower levels, or by the same chain."""
 
@@ -93,12 +106,11 @@ class _Region:
                 self._base[node] = self._base.get(sources[0], sources[0])
             return
         if node.target not in fused:
-            tags = getattr(node.target, "tags", ())
-            fused[node.target] = packet(node) in _FUSED or not _FUSED_TAGS.isdisjoint(tags)
+            fused[node.target] = _is_fused(node)
         if not fused[node.target]:
             self._alone.add(node)
             self._whole.add(node)
-        elif not sources:
+        elif is_constant(node):
             self._free.add(node)
             self._inlined.add(node)
         elif not keeps_rows(node):

@@ -57,8 +57,11 @@ class Peak:
     by_module: dict[str, int]
 
 
+_functional = torch.ops._c10d_functional
 # its schema says nothing, and it returns the tensor that it waits for
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WAIT = _functional.wait_tensor.default
+# What is in flight holds what it sends. A sum over the ranks is made in a copy, which is its result.
+_SENDS = (_functional.all_gather_into_tensor_out.default, _functional.all_to_all_single.default, _functional.reduce_scatter_tensor.default)
 _MARKED = {"gather_start": Kind.WHOLE, "gather_wait": Kind.WHOLE, "reduce_start": Kind.BUFFER, "reduce_wait": Kind.GRADIENT}
 
 
@@ -74,7 +77,7 @@ def pieces(program: Program, steps: Sequence[Step], standing: frozenset[int]) ->
     dies: dict[Root, int] = defaultdict(lambda: -1)
     for node, root in roots.items():
         dies[root] = max(dies[root], step_of.get(node, -1))
-        for user in node.users:
+        for user in _holders(node):
             dies[root] = max(dies[root], end if user is output else step_of.get(user, -1))
     found: dict[Root, Piece] = {}
     for node, root in roots.items():
@@ -95,6 +98,14 @@ def _loaded(program: Program, step_of: dict[Node, int]) -> Iterator[Piece]:
     for node, mark in program.marked("load"):
         params = [program.params[index] for index in mark.params]
         yield Piece(step_of[node], ends[mark.params], shards_bytes(params), Kind.LOADED, block_of(params[0].name))
+
+
+def _holders(node: Node) -> Iterator[Node]:
+    """Yield what needs a node's value: its users, and the waits for those that send it."""
+    for user in node.users:
+        yield user
+        if user.target in _SENDS:
+            yield from (wait for wait in user.users if wait.target is _WAIT)
 
 
 def _roots(program: Program) -> dict[Node, Root]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofx import _torch, ops
+from zerofx import _torch, collectives, ops
 from zerofx.program import Phase, Program, is_view
 from zerofx.tape import Region, Tape
 
@@ -77,12 +78,11 @@ def cut(program: Program) -> Iterator[Part]:
             yield Part([node], is_compiled=False)
 
 
-_BUFFER = torch.ops.aten.new_empty.default
 _STEPS = (ops.refresh_wait, ops.add_pending, ops.read_ahead, ops.load, ops.evict, ops.store)
 
 
 def is_boundary(node: Node) -> bool:
-    """Whether a node runs between regions: a collective, the buffer that it fills, a wait, or a step of the runtime.
+    """Whether a node runs between regions: a collective, the buffer that it fills, what empties that, a wait, or a step of the runtime.
 
     So does the packing of shards for a gather: one copy, that would make a region of its own of each compute that it stands behind.
     """
@@ -91,7 +91,8 @@ def is_boundary(node: Node) -> bool:
     mark = node.meta.get("zerofx")
     if mark is None:
         return False
-    return node.target is _BUFFER or (mark.kind == "gather_start" and (node.target is torch.ops.aten.cat.default or is_view(node)))
+    op = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
+    return op in collectives.AS_THEY_ARE or (mark.kind == "gather_start" and (node.target is torch.ops.aten.cat.default or is_view(node)))
 
 
 def is_collective(node: Node) -> bool:
