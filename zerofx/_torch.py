@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -219,12 +218,12 @@ def inductor_compile(gm: torch.fx.GraphModule, *, is_backward: bool) -> Any:
         return compile_fx_inner(gm, inputs, is_backward=is_backward)
 
 
-def pin_order(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
-    """Make each node depend on the one before, for Inductor's scheduler, which otherwise moves collectives along with fused packing."""
+def pin_order(graph: torch.fx.Graph, before: dict[torch.fx.Node, torch.fx.Node]) -> None:
+    """Make nodes depend on others: Inductor's scheduler moves collectives with fused packing, its patterns fuse what they depend on."""
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    preserve_node_ordering(graph, {node: OrderedSet([before]) for before, node in itertools.pairwise(nodes)})
+    preserve_node_ordering(graph, {node: OrderedSet([other]) for node, other in before.items()})
 
 
 def mark_static(tensors: Iterable[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Compiler:
         module, inputs, outputs = extract(program, nodes)
         self.region_count += 1
         key = canonical(module)
-        _torch.pin_order(module.graph, [node for node in module.graph.nodes if is_collective(node)])
+        _torch.pin_order(module.graph, _pinned(module.graph))
         compiled = self._compiled.get(key) if key else None
         if compiled is None:
             compiled = _torch.inductor_compile(module, is_backward=program.phase is Phase.BACKWARD)
@@ -136,6 +137,21 @@ def extract(program: Program, nodes: list[Node]) -> tuple[GraphModule, list[Node
             values[node].meta.pop("zerofx", None)
     graph.output(tuple(values[node] for node in outputs))
     return GraphModule(attributes, graph), inputs, outputs
+
+
+def _pinned(graph: Graph) -> dict[Node, Node]:
+    """Return what must stay behind what: each collective behind the one before, and a sum behind a product that waits for its other term.
+
+    Inductor would fuse such a product into the sum, and keep what it multiplies until then: a tied embedding's, the whole backward.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    pinned = {node: before for before, node in itertools.pairwise(node for node in graph.nodes if is_collective(node))}
+    for node in order:
+        if node.target is torch.ops.aten.add.Tensor and len(node.all_input_nodes) == 2:
+            first = min(node.all_input_nodes, key=order.__getitem__)
+            if first.target is torch.ops.aten.mm.default:
+                pinned[node] = first
+    return pinned
 
 
 def _sizes(program: Program, nodes: list[Node], inputs: list[Node]) -> list[Node]:
