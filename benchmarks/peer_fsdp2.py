@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 # The interfaces that set_custom_all_gather and set_custom_reduce_scatter take; no public module exports them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.utils.checkpoint import checkpoint
 
 _AHEAD = 2  # blocks to prefetch, as zerofx does
 
@@ -25,6 +26,7 @@ class Variant:
 
     asynchronous: bool = False
     compiled: bool = False
+    checkpointed: bool = False
     pieces: int = 0
 
 
@@ -34,6 +36,8 @@ def shard(model: nn.Module, blocks: nn.ModuleList, precision: torch.dtype | None
     for place, block in enumerate(blocks):
         if variant.compiled:
             blocks[place] = torch.compile(block)  # type: ignore[assignment]
+        if variant.checkpointed:
+            blocks[place] = Checkpointed(blocks[place])
         fully_shard(blocks[place], mp_policy=policy)
     root = fully_shard(model, mp_policy=policy)
     sharded = [block for block in blocks if isinstance(block, FSDPModule)]
@@ -43,6 +47,18 @@ def shard(model: nn.Module, blocks: nn.ModuleList, precision: torch.dtype | None
         for module in (root, *sharded):
             module.set_custom_all_gather(GatherInPieces(variant.pieces))
             module.set_custom_reduce_scatter(ExchangeAndSum())
+
+
+class Checkpointed(nn.Module):
+    """A block that keeps only its input, and is computed again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return result
 
 
 def _prefetch(root: FSDPModule, blocks: Sequence[FSDPModule]) -> None:

@@ -1,9 +1,9 @@
-"""Draw step time by link rate as an SVG: all contestants, the compute floor, and the wire time."""
+"""Draw as an SVG: step time by link rate, with the compute floor and the wire time; and memory by step time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -71,19 +71,19 @@ def _line(scale: _Scale, seconds: Sequence[float], style: str) -> str:
 def _axes(scale: _Scale, rates: Sequence[str], dtype: str, source: str) -> str:
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     parts = [_text(_LEFT, 24, f"Seconds per training step by link rate, {dtype}", size=16), _text(_LEFT, _HEIGHT - 12, source, size=10)]
-    tick_s = _tick_s(scale.most_s)
-    for tick in range(int(scale.most_s / tick_s) + 1):
-        y = scale.y(tick * tick_s)
+    for tick in _ticks(scale.most_s):
+        y = scale.y(tick)
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(_text(_LEFT - 8, y + 4, f"{tick * tick_s:g}", anchor="end"))
+        parts.append(_text(_LEFT - 8, y + 4, f"{tick:g}", anchor="end"))
     parts += [_text(scale.x(place), bottom + 20, rate, anchor="middle") for place, rate in enumerate(rates)]
     return "\n".join(parts)
 
 
-def _tick_s(most_s: float) -> float:
-    """Return the least of 1, 2, 5, 10, ... (or their tenths, and so on) that gives few enough lines."""
-    power: float = 10 ** math.floor(math.log10(most_s / _TICKS))
-    return next(factor * power for factor in (1, 2, 5, 10) if most_s / (factor * power) <= _TICKS)
+def _ticks(most: float) -> list[float]:
+    """Return the multiples up to a value of the least of 1, 2, 5, 10, ... (or their tenths, and so on) that are few enough."""
+    power: float = 10 ** math.floor(math.log10(most / _TICKS))
+    step = next(factor * power for factor in (1, 2, 5, 10) if most / (factor * power) <= _TICKS)
+    return [number * step for number in range(int(most / step) + 1)]
 
 
 def _legend(scale: _Scale, labels: Sequence[tuple[float, str, str]]) -> list[str]:
@@ -95,6 +95,42 @@ def _legend(scale: _Scale, labels: Sequence[tuple[float, str, str]]) -> list[str
         parts.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 28}" y2="{y - 4}" {style}/>')
         parts.append(_text(x + 36, y, f"{name} ({seconds:.2f})"))
     return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """From seconds and bytes to pixels."""
+
+    most_s: float
+    most_bytes: float
+
+    def at(self, seconds: float, size_bytes: float) -> tuple[float, float]:
+        width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+        return _LEFT + width * seconds / self.most_s, _HEIGHT - _BOTTOM - height * size_bytes / self.most_bytes
+
+
+def curves(series: Mapping[str, Mapping[str, tuple[float, float]]], title: str, source: str) -> str:
+    """Return a picture of named points (seconds of a step, bytes at its peak): those of a series are joined, and named beside the first."""
+    points = [point for named in series.values() for point in named.values()]
+    plane = _Plane(*(1.1 * max(column) for column in zip(*points, strict=True)))
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    parts = [_text(_LEFT, 24, title, size=16), _text(_LEFT, _HEIGHT - 12, source, size=10)]
+    for tick in _ticks(plane.most_bytes / 1e6):
+        y = plane.at(0, 1e6 * tick)[1]
+        parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(_text(_LEFT - 8, y + 4, f"{tick:g}", anchor="end"))
+    parts += [_text(plane.at(tick, 0)[0], bottom + 20, f"{tick:g} s", anchor="middle") for tick in _ticks(plane.most_s)]
+    for place, (name, named) in enumerate(series.items()):
+        colour = _COLOURS[place % len(_COLOURS)]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in (plane.at(*point) for point in named.values()))
+        parts.append(f'<polyline points="{joined}" fill="none" {_style(place)}/>')
+        for label, point in named.items():
+            x, y = plane.at(*point)
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+            parts += [_text(x + 8, y - 6, label, size=10)] if place == 0 or len(named) == 1 else []
+        y = _TOP + 10 + place * _LABEL_HEIGHT
+        parts += [f'<circle cx="{right + 34}" cy="{y - 4}" r="5" fill="{colour}"/>', _text(right + 56, y, name)]
+    return _document(parts)
 
 
 def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start") -> str:

@@ -227,6 +227,19 @@ def test_the_picture_is_wellformed_and_shows_every_contestant() -> None:
             assert 0 <= float(y) <= 560
 
 
+def test_the_curves_show_every_point_and_name_the_first_series() -> None:
+    series = {"measured": {"<all>": (1.0, 2e6), "none": (0.5, 4e6)}, "planned": {"<all>": (0.9, 2e6), "none": (0.4, 4e6)}}
+    root = ElementTree.fromstring(picture.curves(series, "title & more", "source"))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [texts.count(name) for name in ("<all>", "none", "measured", "planned", "title & more")] == [1] * 5
+    lines = [line.attrib["points"].split() for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [len(line) for line in lines] == [2, 2]
+    # less time is further left, less memory further down
+    (slow, low), (fast, high) = ([float(number) for number in point.split(",")] for point in lines[0])
+    assert fast < slow
+    assert high < low
+
+
 def test_a_report_is_made_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure.write(tmp_path / "result.json", **_result())
     written = json.loads((tmp_path / "result.json").read_text())

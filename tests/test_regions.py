@@ -8,9 +8,11 @@ import torch
 from torch.fx import GraphModule
 
 import zerofx
+from benchmarks.workloads import GPT
 from tests.programs import TiedStack, compilation, compiled, fake_ranks
 from tests.reference import whole
 from zerofx import _torch
+from zerofx.program import output_of
 
 
 @pytest.fixture
@@ -61,3 +63,22 @@ def test_no_region_holds_a_collective(compiled_modules: list[GraphModule]) -> No
     assert not [target for target in targets if "c10d" in target or "zerofx" in target]
     # nor the buffer that one fills
     assert not [target for target in targets if "empty" in target]
+
+
+def test_each_region_makes_the_constants_that_it_reads(compiled_modules: list[GraphModule]) -> None:
+    tokens = torch.arange(32).view(4, 8)
+    compiled(GPT(3, 64, 2, 64, 8), tokens, stage=3, backend="inductor", recompute="blocks")
+    results = [source for module in compiled_modules for source in output_of(module.graph).all_input_nodes]
+    assert len(compiled_modules) > 3
+    # what the partitioner keeps for the backward, positions, is a result of the forward; the zeros around the attention's gradients are not
+    assert not [node for node in results if node.target is torch.ops.aten.full.default]
+    zeros = [node for module in compiled_modules for node in module.graph.nodes if node.target is torch.ops.aten.full.default]
+    assert max(node.meta["val"].dim() for node in zeros) == 5
+
+
+def test_a_product_does_not_wait_for_the_sum_that_it_is_a_part_of(compiled_modules: list[GraphModule]) -> None:
+    compiled(TiedStack(2), torch.arange(32).view(4, 8), world_size=1, stage=3, backend="inductor")
+    nodes = [node for module in compiled_modules for node in module.graph.nodes]
+    # of the head's weight, that is the embedding's too: the sum comes last, and has been told to stand behind the product
+    pinned = [before for node in nodes if str(node.target) == "control_deps" for before in node.args[0]]
+    assert [node.target for node in pinned] == [torch.ops.aten.mm.default]
