@@ -89,16 +89,31 @@ class _Region:
         for node in nodes:
             if node.op != "output":  # what it returns leaves the region
                 self._enter(node, fused)
-        for node in reversed(self._level):
-            if node not in self._whole and node.users and all(user in self._level for user in node.users):
-                self._level[node] = max(self._level[node], min(self._level[user] for user in node.users))
+        self._place_late()
         for node in self._level:
             if node not in self._alone and node not in self._free:
                 self._join(node)
 
+    def _place_late(self) -> None:
+        """Raise levels to those of what reads: a result of the region, or what leads to one only, sets no time, and follows its sources."""
+        last: set[Node] = set()
+        for node in reversed(self._level):
+            readers = [user for user in node.users if user in self._level]
+            if all(user in last for user in readers) and (readers or node in self._alone):
+                last.add(node)
+            elif readers and node not in self._whole and len(readers) == len(node.users):
+                self._level[node] = max(self._level[node], min(self._level[user] for user in readers if user not in last))
+        for node in self._level:
+            if node in last:
+                self._level[node] = self._least_level(node)
+
+    def _least_level(self, node: Node) -> int:
+        sources = [source for source in node.all_input_nodes if source in self._level]
+        return max((self._level[source] + (source in self._whole) for source in sources), default=0)
+
     def _enter(self, node: Node, fused: dict[Any, bool]) -> None:
         sources = node.all_input_nodes
-        self._level[node] = max((self._level[source] + (source in self._whole) for source in sources if source in self._level), default=0)
+        self._level[node] = self._least_level(node)
         self._base[node] = node
         if is_free(node):
             self._free.add(node)
