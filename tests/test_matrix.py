@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,14 @@ import pytest
 import torch
 
 import zerofx
-from benchmarks.measure import allocated_bytes
 from benchmarks.workloads import GPT as LargerGPT
 from tests.matrix import Row, pairwise, whole
 from tests.models import GPT
-from tests.programs import fake_ranks
+from tests.peaks import PEAK_TOLERANCE, step_peaks_bytes
 from tests.ranks import Pool
 from tests.reference import Trace, adamw, drift, train
 from zerofx.config import Config
-from zerofx.hardware import hardware
-from zerofx.liveness import Kind
 from zerofx.precision import precision_fields
-
-# As in test_peak: what allocators and kernels add to what tensors ask for.
-_PEAK_TOLERANCE = 0.05
-_MACHINE = replace(hardware("h100"), disk_bytes_per_s=1e9)
 
 
 def config_of(row: Row, directory: Path | None, *, is_plain: bool = False) -> Config:
@@ -56,17 +47,9 @@ def trained(rank: int, world: int, rows: Sequence[Row], directory: Path) -> list
 
 
 def peaks(row: Row) -> tuple[int, int]:
-    """Return the measured and the planned peak of a step's own allocations; files are mapped, and no allocation."""
-    config, batch = config_of(row, None), torch.arange(4 * 64).view(4, 64) % 1024
-    with nullcontext() if row.world == 1 else fake_ranks(row.world):
-        torch._dynamo.reset()
-        model = zerofx.compile(LargerGPT(2, 128, 4, 1024, 64), config=config)
-        found = []
-        for _ in range(4):
-            found.append(allocated_bytes(lambda: model(batch).backward()))
-            model.zero_grad()
-    plan = zerofx.plan(LargerGPT(2, 128, 4, 1024, 64), (batch,), world_size=row.world, hardware=_MACHINE, optimize=False, config=config)
-    return min(found[1:]), plan.step_peak_bytes - plan.peak_bytes.get(Kind.LOADED, 0)
+    """Return the measured and the planned peak of a step's own allocations."""
+    batch = torch.arange(4 * 64).view(4, 64) % 1024
+    return step_peaks_bytes(lambda: LargerGPT(2, 128, 4, 1024, 64), batch, row.world, config_of(row, None))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -79,7 +62,7 @@ def test_every_pair_of_settings_trains_as_the_plain_run(ranks: Pool, tmp_path: P
 @pytest.mark.parametrize("row", pairwise()[::4], ids=str)
 def test_peaks_are_those_that_were_planned(row: Row) -> None:
     measured, planned = peaks(row)
-    assert planned == pytest.approx(measured, rel=_PEAK_TOLERANCE)
+    assert planned == pytest.approx(measured, rel=PEAK_TOLERANCE)
 
 
 def main() -> None:
@@ -98,7 +81,7 @@ def main() -> None:
         worst.append((planned / measured, str(row)))
     worst.sort()
     print(f"{len(whole())} combinations: {len(wrong)} are not the plain run {wrong[:5]}")
-    print(f"planned over measured peak: {worst[0]} to {worst[-1]}, {sum(abs(ratio - 1) > _PEAK_TOLERANCE for ratio, _ in worst)} off")
+    print(f"planned over measured peak: {worst[0]} to {worst[-1]}, {sum(abs(ratio - 1) > PEAK_TOLERANCE for ratio, _ in worst)} off")
     print(f"{time.perf_counter() - start:.0f} s")
 
 
