@@ -12,19 +12,20 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx import _torch, collectives
+from zerofx import _torch, collectives, ops
 from zerofx.kernels import is_constant
 from zerofx.params import Param
-from zerofx.program import Level, Program, arguments
+from zerofx.program import Level, Program, Stashed, arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One event and the buckets it belongs to, in the order that runs."""
+    """One event and the bucket, or the stashed value, that it belongs to, in the order that runs."""
 
     node: str
     kind: str
     params: tuple[int, ...]
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Lower:
 
     def plan(self, program: Program) -> tuple[Step, ...]:
         """List the events; how each moves is the transport table's choice (``groups.TRANSPORTS``)."""
-        kinds = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait")
-        return tuple(Step(node.name, mark.kind, mark.params) for node, mark in program.marked(*kinds))
+        kinds = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "stash", "restore_start", "restore_wait")
+        return tuple(Step(node.name, mark.kind, mark.params, mark.bucket) for node, mark in program.marked(*kinds))
 
     def apply(self, program: Program, plan: tuple[Step, ...]) -> Program:
         """Record each event's ops in its place."""
@@ -52,7 +53,11 @@ class Lower:
         for step in plan:
             node = nodes[step.node]
             params = tuple(program.params[index] for index in step.params)
-            if step.kind == "release":
+            if step.kind in ("stash", "restore_start", "restore_wait"):
+                result = recorder.insert_stashed(node, step.kind, program.stashed[step.number])
+                node.replace_all_uses_with(result, propagate_meta=False)
+                program.graph.erase_node(node)
+            elif step.kind == "release":
                 if self.poison:
                     with program.graph.inserting_before(node):
                         program.graph.call_function(torch.ops.aten.fill_.Scalar, (arguments(node)[0], float("nan")))
@@ -102,11 +107,43 @@ class _Recorder:
 
     def insert(self, place: Node, kind: str, params: tuple[Param, ...], sources: list[Node]) -> list[Node]:
         """Insert, before a node, what an event of a kind does to the values of some nodes; return its results."""
-        values = [node.meta["val"] for node in sources]
         geometry = tuple((param.shape, param.dim, param.dtype, param.compute_dtype, param.whole_dtype) for param in params)
-        key = kind, geometry, tuple((value.shape, value.stride(), value.dtype) for value in values)
+        return self._insert(place, (kind, geometry), self._function(kind, params), sources)
+
+    def insert_stashed(self, place: Node, kind: str, stashed: Stashed) -> Node:
+        """Insert, before a node, what an event of a stashed value does to the node that it reads; return the result."""
+        value, group = place.meta["val"], stashed.group
+        if group is None:
+            return self._insert_spill(place, kind)
+        functions: dict[str, Callable[[Tensor], Tensor]] = {
+            "stash": lambda whole: collectives.own_part(whole, group),
+            "restore_start": lambda part: collectives.whole_start(part, group),
+            "restore_wait": lambda buffer: collectives.whole_wait(buffer, value.shape, value.dtype, group),
+        }
+        function, key = functions[kind], (kind, group, tuple(value.shape), value.dtype)
+        (result,) = self._insert(place, key, lambda sources: [function(*sources)], [arguments(place)[0]])
+        return result
+
+    def _insert_spill(self, place: Node, kind: str) -> Node:
+        graph, value, source = self._program.graph, place.meta["val"], arguments(place)[0]
+        spill = next(node for node, _ in self._program.marked("spill"))
+        calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+            "stash": (ops.spill_write, (spill, source, place.meta["zerofx"].bucket)),
+            "restore_start": (ops.spill_start, (spill, source, tuple(value.shape), value.dtype)),
+            "restore_wait": (ops.spill_wait, (source, spill)),
+        }
+        with graph.inserting_before(place):
+            node = graph.call_function(*calls[kind])
+        node.meta = dict(place.meta)
+        return node
+
+    def _insert(
+        self, place: Node, key: tuple[Any, ...], function: Callable[[Sequence[Tensor]], list[Tensor]], sources: list[Node]
+    ) -> list[Node]:
+        values = [node.meta["val"] for node in sources]
+        key = *key, tuple((value.shape, value.stride(), value.dtype) for value in values)
         if key not in self._recordings:
-            self._recordings[key] = _record(self._function(kind, params), values, self._decompositions)
+            self._recordings[key] = _record(function, values, self._decompositions)
         return self._recordings[key].replay(self._program.graph, place, sources)
 
     def _function(self, kind: str, params: tuple[Param, ...]) -> Callable[[Sequence[Tensor]], list[Tensor]]:

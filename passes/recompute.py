@@ -52,5 +52,5 @@ class Recompute:
             for name in part.again:
                 meta = nodes[name].meta
                 meta["recompute"], meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, _REGION + number
-                meta.setdefault("zerofx", Mark("recompute", ()))
+                meta.setdefault("zerofx", Mark("recompute", (), number))
         return program

@@ -53,6 +53,7 @@ class Refresh:
         last = [node for node in graph.nodes if node.op == "placeholder"][-1]
         with graph.inserting_after(last):
             arrivals = graph.placeholder("arrivals")
+        arrivals.meta["zerofx"] = Mark("arrivals", ())
         for arrival in plan:
             with graph.inserting_before(nodes[arrival.before]):
                 wait = graph.call_function(ops.refresh_wait, (arrivals, arrival.bucket))

@@ -36,7 +36,7 @@ from zerofx.errors import ConfigError, OffloadError, ZerofxError
 from zerofx.hardware import hardware
 from zerofx.mapped import MappedTensors
 from zerofx.module import runtime_of
-from zerofx.offload import KINDS, Offload
+from zerofx.offload import STATES, Offload
 from zerofx.streaming import windows
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 def tight(directory: Path) -> dict[str, Any]:
     """Everything but scalars is in the file, and few parameters fit a window."""
-    return {**dict.fromkeys(KINDS, f"disk:{directory}"), "min_bytes": 1, "window_bytes": 2000}
+    return {**dict.fromkeys(STATES, f"disk:{directory}"), "min_bytes": 1, "window_bytes": 2000}
 
 
 def disk_of(model: nn.Module) -> Disk:
@@ -347,7 +347,7 @@ def test_loads_stand_in_front_of_gathers_and_stores_behind_reductions() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     machine = replace(hardware("h100"), disk_bytes_per_s=1e9)
     settings: Any = {"world_size": 2, "stage": 3, "hardware": machine, "bucket_min_bytes": 0}
-    found = zerofx.plan(model, (torch.ones(4, 64),), offload={**dict.fromkeys(KINDS, "disk"), "min_bytes": 1}, **settings)
+    found = zerofx.plan(model, (torch.ones(4, 64),), offload={**dict.fromkeys(STATES, "disk"), "min_bytes": 1}, **settings)
     lines = [f"{event.kind} {event.what}".strip() for event in found.schedule.events if event.phase == "forward"]
     for number in range(3):
         assert lines.index(f"launch load {number}") < lines.index(f"wait load {number}") < lines.index(f"launch gather {number}")
@@ -415,7 +415,7 @@ def collect() -> None:
 
 
 def measure_growth(rank: int, world: int, directory: Path) -> tuple[int, list[tuple[int, int]]]:
-    offloads = [{"optimizer": f"disk:{directory}"}, dict.fromkeys(KINDS, f"disk:{directory}")]
+    offloads = [{"optimizer": f"disk:{directory}"}, dict.fromkeys(STATES, f"disk:{directory}")]
     trained_bytes(offloads[0])  # what is made once is no part of a difference
     return trained_bytes(None)[0], [trained_bytes(offload) for offload in offloads]
 

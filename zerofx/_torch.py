@@ -108,6 +108,13 @@ def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
+def group_size(name: str) -> int:
+    """Return how many ranks a process group has, by the name that functional collectives carry; no public way to it."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name).size()  # type: ignore[arg-type]  # a str of a type of its own
+
+
 def default_store() -> torch.distributed.Store:
     """Return the store that the process groups of this job met through; no public way to it."""
     from torch.distributed.distributed_c10d import _get_default_store

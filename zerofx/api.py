@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +69,8 @@ def compile(
     and optimizer states, and what costs the least time for each byte is given up first: activations, overlap, or parameters that are
     kept whole; batches of other sizes are fitted anew. ``offload`` (``{"optimizer": "disk:DIRECTORY", "parameters": ...}``, or ``"disk"``
     for all of it in the temporary directory) keeps what it names of the training state in files, and in memory only what is being worked
-    on. ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication
+    on; ``{"activations": ...}`` so many of what a forward saves as it takes for all that a step allocates to fit ``memory_limit``.
+    ``hardware`` (``"this_machine"``, ``"h100"``, or your figures) is what the schedule is optimized for; without it, communication
     starts as early as it may. ``passes`` join the pipeline by their levels. ``config`` replaces all other settings.
 
     Raises ConfigError, ShardingError or CompilerError, on every rank alike and before the model changes;
@@ -168,7 +169,7 @@ def _described(
     settings: Config, params: tuple[Param, ...], tensors: Iterable[nn.Parameter], buffers: Iterable[tuple[str, Tensor]]
 ) -> list[str]:
     """Describe what must be equal on all ranks, one line each, for a message that names the first difference."""
-    lines = [f"{field}={_named(value)}" for field, value in asdict(settings).items() if field != "passes"]
+    lines = [f"{field.name}={_named(getattr(settings, field.name))}" for field in fields(settings) if field.name != "passes"]
     lines += [f"pass {item!r}" for item in settings.passes]
     for param, tensor in zip(params, tensors, strict=True):
         trained = "trained" if tensor.requires_grad else "frozen"
@@ -177,7 +178,9 @@ def _described(
 
 
 def _named(value: Any) -> str:
-    """Describe a setting; a function by its name, as its address differs between ranks."""
+    """Describe a setting; a function by its name, as its address differs between ranks, and a mesh by its shape."""
+    if isinstance(value, DeviceMesh):
+        return f"{value.mesh_dim_names} {tuple(value.shape)}"
     return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zerofx import _torch, ops, randomness
+from zerofx import _torch, groups, ops, randomness, stashing
 from zerofx.activations import Kept, choose, extents_of, foreseen_bytes, kept, too_few
 from zerofx.agreement import Unit
 from zerofx.errors import MemoryLimitError, ZerofxError
@@ -20,12 +20,15 @@ from zerofx.fitting import Attempt, attempted, bound_sizes, fit, in_several_grap
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
 from zerofx.presets import PRESETS
-from zerofx.program import Level, Phase, Program, Sync, results_of
+from zerofx.program import Level, Phase, Program, Stashed, Sync, arguments, results_of
 from zerofx.recomputing import Choice, Extent
 from zerofx.regions import Compiler
 from zerofx.render import Schedule
+from zerofx.replicas import Replicas
 from zerofx.runtime import Forward, Runtime, in_place_error
+from zerofx.spill import Spill
 from zerofx.tape import Tape
+from zerofx.work import bytes_of
 
 # A model whose blocks break the graph compiles each block once; beyond this, Dynamo runs the rest uncompiled.
 _MAX_RECOMPILES = 256
@@ -54,6 +57,8 @@ class Backend:
 
     def __init__(self, runtime: CompiledRuntime, forward: Forward) -> None:
         self.runtime, self._forward = runtime, forward
+        mesh = runtime.config.partition_activations
+        self.replicas_group = None if mesh is None else groups.group_of(mesh)
         self.pipeline: Pipeline = STAGES[runtime.config.stage].including(runtime.config.passes)
         self.compiler = runtime.new_compiler()
 
@@ -102,7 +107,12 @@ class CompiledRuntime(Runtime):
         if plain not in self._compiled:
             # the annotations of torch.compile's overloads lag behind its arguments
             self._compiled[plain] = torch.compile(  # type: ignore[call-overload]
-                plain, backend=Backend(self, plain), recompile_limit=_MAX_RECOMPILES, isolate_recompiles=True
+                plain,
+                backend=Backend(self, plain),
+                recompile_limit=_MAX_RECOMPILES,
+                isolate_recompiles=True,
+                # what fits a limit depends on the shapes of the batch: each is planned for itself
+                dynamic=None if self.config.spills is None else False,
             )
         self.executed = []
         _torch.mark_static(self.shards)
@@ -156,6 +166,7 @@ class Tracing:
         self.backend, self.compilation = backend, compilation
         self.is_whole = is_whole
         self._source: Program | None = None
+        self.spill: Spill | None = None
 
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Run the joint passes, split the graph, and schedule both parts, before anything is compiled."""
@@ -163,16 +174,41 @@ class Tracing:
 
     def split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Split a joint program as the partitioner is told to, and schedule both parts."""
-        split = self._split_to_fit if program.config.fits else self._split_and_kept
-        return split(program, joint_inputs, **kwargs)
+        if not program.config.fits:
+            return self._split_and_kept(program, joint_inputs, **kwargs)
+        try:
+            return self._split_to_fit(replace(program, config=program.config.without_spills), joint_inputs, **kwargs)
+        except MemoryLimitError:
+            if program.config.spills is None:
+                raise
+        # computing again is not enough: what is left of activations goes to disk
+        choice = extents_of(list(program.graph.nodes))[Extent.ALL]
+        return self._split_and_kept(replace(program, recompute=choice), joint_inputs, **kwargs)
 
     def _split_and_kept(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        try:
-            return self._split(program, joint_inputs, **kwargs)
-        except MemoryLimitError:
-            # what is kept between the two costs memory, so that only without it the limit is really too small
-            self.compilation.records.clear()
-            return self._split(replace(program, keeps=False), joint_inputs, **kwargs)
+        # what is kept between the two costs memory, so that only without it the limit is really too small
+        tries = [program, replace(program, keeps=False)]
+        if program.config.spills is not None:  # so does what is gathered ahead, where all that a step allocates is limited
+            tries.append(replace(tries[1], config=replace(program.config, prefetch_buckets=0)))
+        for tried in tries:
+            try:
+                return self._split(tried, joint_inputs, **kwargs)
+            except MemoryLimitError as error:
+                self.compilation.records.clear()
+                failure = error
+        raise failure if program.config.spills is None else self._smallest(tries[-1], failure, joint_inputs, **kwargs)
+
+    def _smallest(self, program: Program, failure: MemoryLimitError, joint_inputs: Sequence[Any], **kwargs: Any) -> MemoryLimitError:
+        """Return the error that names a limit which works: with the one that an error names, parameters fit, but not yet all else."""
+        assert program.config.memory_limit_bytes is not None
+        while True:
+            smallest_bytes = failure.smallest_bytes
+            try:
+                self._split(replace(program, config=replace(program.config, memory_limit_bytes=smallest_bytes)), joint_inputs, **kwargs)
+                return stashing.too_little(program.config.memory_limit_bytes, smallest_bytes)
+            except MemoryLimitError as error:
+                self.compilation.records.clear()
+                failure = error
 
     def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled forward."""
@@ -228,9 +264,34 @@ class Tracing:
 
     def _split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         parts = self._keeping_less if program.config.keeps_at_most else self._partitioned
-        forward, self._source = parts(program, joint_inputs, **kwargs)
-        self.compilation.forward, self.compilation.backward = self._schedule([forward, self._source])
-        return forward.module, self._source.module
+        forward, backward = parts(program, joint_inputs, **kwargs)
+        output_count = kwargs["num_fwd_outputs"]
+        stashed = self._in_parts(forward, backward, output_count)
+        before = list(self.compilation.records)
+
+        def scheduled(spilled: Sequence[Stashed]) -> list[Program]:
+            self.compilation.records[:] = before
+            parts = [replace(part, stashed=(*stashed, *spilled)) for part in (forward, backward)]
+            self._source = parts[1]
+            return self._schedule(parts)
+
+        if (spills := forward.config.spills) is None:
+            found = scheduled(())
+        else:
+            names = [node.name for node in stashing.saved(forward, output_count, spills.min_bytes)]
+            names = [name for name in names if name not in {item.name for item in stashed}]
+            found = stashing.within_limit(forward.config, names, scheduled, lambda program: self.backend.pipeline.run(program, []))
+        self.compilation.forward, self.compilation.backward = found
+        return forward.module, backward.module
+
+    def _in_parts(self, forward: Program, backward: Program, output_count: int) -> tuple[Stashed, ...]:
+        """Choose which activations the ranks of ``Config.partition_activations`` keep a part each of."""
+        group = self.backend.replicas_group
+        if group is None:
+            return ()
+        again = next(record.plan for record in self.compilation.records if record.name == "Recompute")
+        regions = {number: stashing.Region(part.module, frozenset(part.kept)) for number, part in enumerate(again)}
+        return stashing.partitioned(forward, backward, output_count, regions, group)
 
     def _partitioned(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Program, Program]:
         traced = self._run(program, Level.RECOMPUTED)
@@ -312,16 +373,22 @@ class Tracing:
 
     def _forward(self, scheduled: Program) -> Callable[[list[Any]], Any]:
         tape = self.lower(scheduled, "forward")
-        waits, on_disk = any(scheduled.marked("refresh_wait")), reads_disk(scheduled)
         runtime, compilation, unit = self.backend.runtime, self.compilation, unit_of(scheduled)
+        given: dict[str, Any] = {"arrivals": runtime.wholes.arrivals, "stored": runtime.stored}
+        if self.backend.replicas_group is not None:
+            given["replicas"] = Replicas(self.backend.replicas_group, [stashed.module for stashed in scheduled.stashed])
+        sizes = _spilled_bytes(scheduled)
+        if any(sizes):
+            directory = runtime.config.offload.directory("activations")  # type: ignore[union-attr]
+            given["spill"] = self.spill = Spill(directory, runtime.group.rank, sizes)
+        beside, spill = [given[mark.kind] for _, mark in scheduled.marked(*given)], self.spill
         communicates = runtime.config.stage == 3
 
         def run(inputs: list[Any]) -> Any:
             runtime.executed.append(compilation)
-            if waits:
-                inputs.append(runtime.wholes.arrivals)
-            if on_disk:
-                inputs.append(runtime.stored)
+            inputs.extend(beside)
+            if spill is not None:
+                spill.begin()
             if communicates:
                 return runtime.agreement.turn(unit, lambda: tape(inputs), is_last=self.is_whole)
             return runtime.agreement.guard(lambda: tape(inputs))  # waits for refreshes
@@ -352,6 +419,8 @@ class _Backward:
         tape, unit, pending, on_disk = self._tapes[sync]
         gradients, agreement = self._runtime.gradients, self._runtime.agreement
         is_last = self._tracing.is_whole and not gradients.has_leftovers(self._indices)
+        if self._tracing.spill is not None:
+            inputs.append(self._tracing.spill)
         inputs.extend(gradients.take_pending(index) for index in pending)
         if on_disk:
             inputs.append(self._runtime.stored)
@@ -378,7 +447,16 @@ def unit_of(program: Program) -> Unit:
 
 def reads_disk(program: Program) -> bool:
     """Whether a scheduled program takes what lies on disk as its last input."""
-    return any(program.marked("load", "store"))
+    return any(program.marked("stored"))
+
+
+def _spilled_bytes(forward: Program) -> list[int]:
+    """Return the bytes of each stashed value that lies in a file, 0 of the others."""
+    sizes = dict.fromkeys(range(len(forward.stashed)), 0)
+    for node, mark in forward.marked("stash"):
+        if forward.stashed[mark.bucket].group is None:
+            sizes[mark.bucket] = bytes_of(arguments(node)[0])
+    return list(sizes.values())
 
 
 def _reduced(records: Sequence[Record]) -> list[tuple[str, int]]:

@@ -215,6 +215,21 @@ def reduce_wait(buffers: Sequence[Tensor], params: Sequence[Param], group: Group
     return [shards[position] for position in range(len(params))]
 
 
+def own_part(value: Tensor, group: Group) -> Tensor:
+    """Return a copy of this rank's part of a contiguous tensor, whose elements divide among the ranks, in one dimension."""
+    return value.view(group.size, -1)[group.rank].clone()
+
+
+def whole_start(part: Tensor, group: Group) -> Tensor:
+    """Launch the gather of what ``own_part`` gave each rank."""
+    return _all_gather(part, part.new_empty(part.numel() * group.size), group)
+
+
+def whole_wait(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
+    """Wait for ``whole_start`` and return the value that all ranks had."""
+    return _wait(iter([buffer]), 1, group, dtype)[0].view(shape)
+
+
 def total_over_ranks(value: Tensor, group: Group) -> Tensor:
     """Return the sum of a small tensor over the ranks, outside of any program."""
     total: Tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(value, "sum", group.name))

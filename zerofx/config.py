@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,16 @@ from zerofx.fieldtypes import read_from
 from zerofx.lossscale import LossScale
 from zerofx.migration import Component, Report
 from zerofx.names import check_names
-from zerofx.offload import KINDS, Offload
+from zerofx.offload import KINDS, STATES, Offload
 from zerofx.units import parse_bytes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and the command line reads settings without it
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from zerofx.machine import Hardware
 
+_CODE = {"passes", "partition_activations"}  # what no file can hold
 BACKENDS = ("inductor", "aot_eager", "hooks")
 
 
@@ -41,7 +43,7 @@ def _no_code(where: str, field: str, value: Any) -> ConfigError:
     return ConfigError(
         f"{field}={value!r} cannot be in a file",
         where=where,
-        why="it is code",
+        why="it is code, or ranks of this run",
         remedy=f"leave {field} out of what is written (dataclasses.replace), and pass it to zerofx.compile",
     )
 
@@ -54,7 +56,7 @@ def offload_from(given: Any, where: str) -> Offload | None:
         if isinstance(given, Mapping):
             return configfile.decoded(Offload, given, {})
         if str(given).partition(":")[0] == "disk":
-            return configfile.decoded(Offload, dict.fromkeys(KINDS, given), {})
+            return configfile.decoded(Offload, dict.fromkeys(STATES, given), {})
         check_names([given], [*KINDS, "disk"], where="", what="state to offload")
         return configfile.decoded(Offload, {given: "disk"}, {})
 
@@ -93,11 +95,13 @@ class Config:
     those within modules by patterns of qualified names, by a policy as torch's ``create_selective_checkpoint_contexts`` takes, so many
     that at most a fraction (a float), or a number of bytes, is kept, or (``"auto"``) no more than makes a step fit: then
     ``memory_limit_bytes`` bounds all that a step holds beside shards and optimizer states, and what costs the least time for each
-    byte is given up first, be it overlap, parameters kept whole, or activations. ``offload`` is an ``Offload``, or a dict of its fields:
-    what of the training state lies on disk; ``"disk"`` or ``"disk:DIRECTORY"`` is short for all of it, ``"optimizer"`` for that.
-    ``hardware`` are the figures that the schedule goes by, or the name of a machine. A rank that the others wait for longer than
-    ``timeout_s``, neither computing with them nor compiling, is an error on all; with None the ranks do not ask each other, and those
-    that differ wait for ever.
+    byte is given up first, be it overlap, parameters kept whole, or activations. ``partition_activations`` is the dimension of a mesh
+    whose ranks compute the same inputs of what is computed again (tensor parallelism): each keeps 1/N of such an input; one that is not
+    contiguous, of dynamic size, or does not divide stays whole. ``offload`` is an ``Offload``, or a dict of its fields: what of the
+    training state lies on disk; ``"disk"`` or ``"disk:DIRECTORY"`` is short for all of it, ``"optimizer"`` for that; or activations do,
+    and then ``memory_limit_bytes`` bounds all that the graphs of a step allocate. ``hardware`` are the figures that the schedule goes by,
+    or the name of a machine. A rank that the others wait for longer than ``timeout_s``, neither computing with them nor compiling, is an
+    error on all; with None the ranks do not ask each other, and those that differ wait for ever.
     """
 
     stage: int = 3
@@ -116,6 +120,7 @@ class Config:
     reduces_in_flight: int = 2
     keep_whole_bytes: int = 0
     recompute: str | float | tuple[str, ...] | Callable[..., Any] | None = None
+    partition_activations: DeviceMesh | None = None
     offload: Offload | str | Mapping[str, Any] | None = None
     whole_graph: bool = False
     hardware: Hardware | str | None = None
@@ -131,14 +136,15 @@ class Config:
         with the nearest that is, and for values that cannot be.
         """
         import torch
+        from torch.distributed.device_mesh import DeviceMesh
 
         from zerofx.machine import Hardware
 
         table = configfile.read(path)
-        if "passes" in table:
-            raise _no_code(str(path), "passes", table["passes"])
+        for field in _CODE & table.keys():
+            raise _no_code(str(path), field, table[field])
         with read_from(str(path)):
-            return configfile.decoded(cls, table, {"torch": torch, "Hardware": Hardware})
+            return configfile.decoded(cls, table, {"torch": torch, "Hardware": Hardware, "DeviceMesh": DeviceMesh})
 
     def to_toml(self) -> str:
         """Return the settings as TOML text, which ``from_file`` reads back. Raises ConfigError for passes, which are code."""
@@ -149,11 +155,11 @@ class Config:
         return configfile.to_json(self._table())
 
     def _table(self) -> dict[str, Any]:
-        for field in ("passes", "recompute"):
+        for field in ("recompute", *_CODE):
             value = getattr(self, field)
-            if callable(value) or (field == "passes" and value):
+            if callable(value) or (field in _CODE and value):
                 raise _no_code("zerofx.Config.to_toml, to_json", field, value)
-        return {name: value for name, value in configfile.encoded(self).items() if name != "passes"}
+        return {name: value for name, value in configfile.encoded(self).items() if name not in _CODE}
 
     @classmethod
     def from_deepspeed(
@@ -193,6 +199,20 @@ class Config:
             return int(self.recompute * all_bytes)
         assert isinstance(self.recompute, int | str)
         return parse_bytes(self.recompute, "recompute") or 0
+
+    @property
+    def spills(self) -> Offload | None:
+        """What says which activations may lie on disk; None where none, as nothing limits what the graphs of a step allocate."""
+        is_given = isinstance(self.offload, Offload) and self.offload.activations is not None and self.memory_limit_bytes is not None
+        return self.offload if is_given else None  # type: ignore[return-value]
+
+    @property
+    def without_spills(self) -> Config:
+        """The same settings, with all activations in memory."""
+        offload = self.offload
+        if not isinstance(offload, Offload) or offload.activations is None:
+            return self
+        return replace(self, offload=replace(offload, activations=None) if offload.keeps_states else None)
 
     @property
     def machine(self) -> Hardware | None:
@@ -243,6 +263,8 @@ class Config:
             "memory_limit": self.memory_limit_bytes is not None,
             "hardware": self.hardware is not None,
             "recompute": self.keeps_at_most or self.fits,
+            "partition_activations": self.partition_activations is not None,
+            "offload.activations": isinstance(self.offload, Offload) and self.offload.activations is not None,
         }
         if self.backend == "hooks" and any(unusable.values()):
             field = next(name for name, given in unusable.items() if given)
@@ -281,6 +303,13 @@ class Config:
         is_named = isinstance(self.methods, tuple) and all(isinstance(name, str) for name in self.methods)
         self._check(is_named, "methods", "no tuple of names", "it names methods of the model", 'pass a tuple such as ("encode",)')
         self._check_recompute()
+        mesh = self.partition_activations
+        is_line = mesh is None or (hasattr(mesh, "mesh_dim_names") and mesh.ndim == 1)
+        words = 'pass one dimension of yours: mesh["tp"]'
+        self._check(is_line, "partition_activations", "no 1-D DeviceMesh", "its ranks keep a part each", words)
+        is_used = mesh is None or self.recompute is not None
+        words = 'pass recompute="blocks", or leave it out'
+        self._check(is_used, "partition_activations", "without recompute", "it is what the backward computes again from", words)
 
     def _check_recompute(self) -> None:
         given, where = self.recompute, "zerofx.Config(recompute=...)"

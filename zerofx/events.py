@@ -15,8 +15,8 @@ class Event:
     """One event: what happens, to which bucket or module, the bytes it moves or ends, and what is alive after it."""
 
     phase: str
-    kind: str  # launch, wait, release, compute, recompute, store
-    what: str  # gather 3, reduce 0, load 3, or empty
+    kind: str  # launch, wait, release, keep, compute, recompute, store
+    what: str  # gather 3, reduce 0, load 3, part 2, restore 2, or empty
     label: str  # modules
     moved_bytes: int
     in_flight: tuple[str, ...]

@@ -62,7 +62,13 @@ _functional = torch.ops._c10d_functional
 _WAIT = _functional.wait_tensor.default
 # What is in flight holds what it sends. A sum over the ranks is made in a copy, which is its result.
 _SENDS = (_functional.all_gather_into_tensor_out.default, _functional.all_to_all_single.default, _functional.reduce_scatter_tensor.default)
-_MARKED = {"gather_start": Kind.WHOLE, "gather_wait": Kind.WHOLE, "reduce_start": Kind.BUFFER, "reduce_wait": Kind.GRADIENT}
+_MARKED = {
+    "gather_start": Kind.WHOLE,
+    "gather_wait": Kind.WHOLE,
+    "reduce_start": Kind.BUFFER,
+    "reduce_wait": Kind.GRADIENT,
+    "restore_start": Kind.SAVED,
+}
 
 
 def pieces(program: Program, steps: Sequence[Step], standing: frozenset[int]) -> list[Piece]:
@@ -170,7 +176,7 @@ def _storage(node: Node) -> int | Node:
 
 def _aliased(node: Node) -> Node | None:
     """Return the input whose storage a node's value shares, None for a value of its own."""
-    if node.target is operator.getitem or node.target is torch.ops.aten._unsafe_view.default:
+    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default, ops.spill_wait):
         return node.all_input_nodes[0]
     if not isinstance(node.target, torch._ops.OpOverload):
         return None

@@ -61,7 +61,7 @@ class Hardware:
     (kind, dtype, rate), where they differ; ``work.kind_of`` names the kinds.
     ``elements_per_s`` bound functions such as ``exp`` where arithmetic does so before memory; empty where it does not.
     ``page_in_bytes_per_s`` is how fast the system hands out memory for tensors so large that they get it anew each time; 0: at once.
-    ``disk_bytes_per_s`` is what a rank reads from disk while the others of its node do so too; 0: nobody knows.
+    ``disk_bytes_per_s`` is what a rank reads from disk, or writes, while the others of its node do so too; 0: nobody knows.
     ``inter_node`` is what all adapters of a node do together. Raises ConfigError for a number that cannot be.
     """
 

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -22,14 +23,24 @@ _GROWTH_BYTES = 2**26
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; the mmap module has no names for them
 
 
+def private_file(directory: Path, nbytes: int) -> IO[bytes]:
+    """Open a file without a name, with space for so many bytes set aside. Raises OSError where a disk has not so many."""
+    file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # mode 0600, and unlinked
+    try:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
 class MappedFile:
     """A private file with space for so many bytes, all set aside. Raises OSError where a disk has not so many."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
-        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # mode 0600, and unlinked
+        file = private_file(directory, nbytes)
         weakref.finalize(self, file.close)
         self._number = file.fileno()
-        os.posix_fallocate(self._number, 0, nbytes)
         self.memory = mmap.mmap(self._number, nbytes)
         self._taken_bytes = 0
 

@@ -9,17 +9,20 @@ from pathlib import Path
 from zerofx.errors import ConfigError
 from zerofx.units import parse_bytes
 
-KINDS = ("optimizer", "parameters", "gradients")
+STATES = ("optimizer", "parameters", "gradients")
+KINDS = (*STATES, "activations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Keep parts of the training state in files, and in memory only what is being worked on.
+    """Keep parts of the training state, or activations, in files, and in memory only what is being worked on.
 
     ``optimizer``: the state of optimizers; a step updates parameters in windows with at most ``window_bytes`` of what lies in files (or
     one parameter's, if more), while the next window is read. ``parameters``: their shards; each is loaded for its gather, and leaves
     memory behind it. At stages 1 and 2, where the forward reads whole copies, ``optimizer`` stands for them too: they are its masters.
-    ``gradients``: reduced shards, from their reduction to the step.
+    ``gradients``: reduced shards, from their reduction to the step. ``activations``: those that a forward saves, for as long as nothing
+    reads them: only of so many as a step that does not fit ``memory_limit`` needs, which then bounds all that the graphs of a step
+    allocate, not only whole parameters and buffers.
 
     Each is a target: ``"disk:DIRECTORY"`` (one that is there; local to each machine), ``"disk"`` for the system's temporary directory, or
     None. Tensors of at least ``min_bytes`` on a rank are in files. Bytes are ints or text with a unit.
@@ -29,6 +32,7 @@ class Offload:
     optimizer: str | None = None
     parameters: str | None = None
     gradients: str | None = None
+    activations: str | None = None
     # Measured: a tensor in a file costs 36 us a step, and 0.08 us for each KiB (AdamW; what is in the system's cache).
     min_bytes: int = 2**16
     window_bytes: int = 2**25
@@ -53,6 +57,11 @@ class Offload:
                     why="state is offloaded to files; to the memory of the host it would be from an accelerator, which there is not yet",
                     remedy='pass "disk:DIRECTORY", or "disk" for the temporary directory',
                 )
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether more than activations goes to disk."""
+        return any(getattr(self, kind) is not None for kind in STATES)
 
     def directory(self, kind: str) -> Path:
         """Return the directory that the files of a kind lie in."""

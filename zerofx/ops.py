@@ -100,6 +100,21 @@ def reduce_wait(token: Any) -> Any:
     _event("reduce_wait")
 
 
+def stash(value: Tensor) -> Tensor:
+    """Put a value into the form in which it is kept for the backward."""
+    _event("stash")
+
+
+def restore_start(kept: Tensor) -> Any:
+    """Launch what brings a stashed value back."""
+    _event("restore_start")
+
+
+def restore_wait(token: Any) -> Tensor:
+    """Wait for a stashed value."""
+    _event("restore_wait")
+
+
 # Steps that run beside the compiled regions, called by the lowered graph.
 
 
@@ -132,3 +147,25 @@ def store(stored: Any, gradient: Tensor, index: int) -> Tensor | None:
     """Put a reduced gradient on disk; None where it was added to the one there."""
     result: Tensor | None = stored.store(index, gradient)
     return result
+
+
+def check_replicas(replicas: Any, value: Tensor, number: int) -> None:
+    """Check, once, that a value that each rank of a group keeps a part of is the same on all of them."""
+    replicas.check(number, value)
+
+
+def spill_write(spill: Any, value: Tensor, number: int) -> Tensor:
+    """Write an activation to its file, and return what stands for it."""
+    ticket: Tensor = spill.write(number, value)
+    return ticket
+
+
+def spill_start(spill: Any, ticket: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """Begin to read an activation back."""
+    return spill.start(ticket, shape, dtype)
+
+
+def spill_wait(reading: Any, spill: Any) -> Tensor:
+    """Return an activation when it is read."""
+    value: Tensor = spill.wait(reading)
+    return value

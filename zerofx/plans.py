@@ -25,7 +25,7 @@ from zerofx.names import check_names
 from zerofx.params import Param
 from zerofx.precision import precision_fields
 from zerofx.predictions import disk_bytes, predict, states_bytes, streamed_bytes, update_bytes
-from zerofx.render import Schedule
+from zerofx.render import DISK, RESTORE, Schedule
 from zerofx.simulate import Timeline
 from zerofx.sweeps import Fastest, Sweep
 from zerofx.units import parse_bytes
@@ -82,7 +82,11 @@ class Plan:
             ("peak of a rank, GB", f"{self.total_peak_bytes / 1e9:.2f}"),
             *((f"  {kind}", f"{size / 1e9:.2f}") for kind, size in self.peak_bytes.items() if size),
             *((f"{kind} on disk, GB", f"{size / 1e9:.2f}") for kind, size in self.disk_bytes.items() if size),
-            *((f"{kind}, GB sent by a rank", f"{size / 1e9:.2f}") for kind, size in self.traffic_bytes.items() if size),
+            *(
+                (f"{kind}, GB {'written and read' if kind == DISK else 'sent'} by a rank", f"{size / 1e9:.2f}")
+                for kind, size in self.traffic_bytes.items()
+                if size
+            ),
         ]
         batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         head = f"stage {self.stage}, {self.world_size} ranks of {self.hardware}{batches}"
@@ -265,7 +269,8 @@ def language_model(given: float | Path, shape: tuple[int, int], *, precision: st
 
 def _traffic_bytes(schedule: Schedule, micro_batches: int) -> dict[str, int]:
     """Return what a rank sends in an optimizer step: each micro-batch gathers what does not stay, and reduces from stage 2 on."""
-    once = dict(schedule.traffic_bytes) if schedule.stage < 2 else {"all_gather": schedule.refresh_bytes}
+    by_optimizer = {kind: size for kind, size in schedule.traffic_bytes.items() if kind not in (RESTORE, DISK)}
+    once = by_optimizer if schedule.stage < 2 else {"all_gather": schedule.refresh_bytes}
     return {kind: once.get(kind, 0) + micro_batches * (size - once.get(kind, 0)) for kind, size in schedule.traffic_bytes.items()}
 
 

@@ -106,7 +106,10 @@ def _moments(
     backward = [moment for part in backwards for moment in part.moments(machine)]
     first = _refreshing(program, buckets, forward, machine)
     fresh = [moment for moment in forward if not moment.task.collective.startswith("refresh")]
-    keeping = [moment for moment in backward if moment.task.kind is Kind.COMPUTE] if program.config.stage < 2 else backward
+    reductions = (
+        {moment.task.collective for moment in backward if moment.task.queue == timeline.QUEUE} if program.config.stage < 2 else set()
+    )
+    keeping = [moment for moment in backward if moment.task.collective not in reductions]
     found: list[Moment] = []
     for number in range(micro_batches):
         found += first if number == 0 else fresh

@@ -58,11 +58,23 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Stashed:
+    """A value that a forward saves in another form: the node of that name in both graphs, and the module that it belongs to.
+
+    Each rank of the ``group`` keeps a part of it; without one it is in a file.
+    """
+
+    name: str
+    module: str
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A graph module that it owns, with the phase, level, parameter table, ranks and settings.
 
     ``keeps`` says whether the backward may keep whole parameters of the forward, ``recompute`` which activations it does not keep:
-    as ``Config.recompute``, with a choice in the place of an amount.
+    as ``Config.recompute``, with a choice in the place of an amount; ``stashed`` are the values that the backward gets in another form.
     """
 
     module: GraphModule
@@ -75,6 +87,7 @@ class Program:
     sync: Sync = Sync.REDUCE
     keeps: bool = True
     recompute: Any = None
+    stashed: tuple[Stashed, ...] = ()
 
     @property
     def graph(self) -> Graph:

@@ -79,7 +79,9 @@ def cut(program: Program) -> Iterator[Part]:
             yield Part([node], is_compiled=False)
 
 
-_STEPS = (ops.refresh_wait, ops.add_pending, ops.read_ahead, ops.load, ops.evict, ops.store)
+_STORED = (ops.read_ahead, ops.load, ops.evict, ops.store)
+_STASHED = (ops.check_replicas, ops.spill_write, ops.spill_start, ops.spill_wait)
+_STEPS = (ops.refresh_wait, ops.add_pending, *_STORED, *_STASHED)
 
 
 def is_boundary(node: Node) -> bool:

@@ -20,18 +20,21 @@ from zerofx.groups import Group
 from zerofx.machine import Hardware
 from zerofx.origins import module_of
 from zerofx.params import Param, block_of
-from zerofx.program import Mark, Phase, Program, is_view
+from zerofx.program import Mark, Phase, Program, arguments, is_view
 from zerofx.simulate import Timeline
-from zerofx.work import flops
+from zerofx.work import bytes_of, flops
 
 _COLLECTIVES = {"gather": "all_gather", "reduce": "reduce_scatter", "refresh": "all_gather"}
+# Activations, which each backward needs: gathered, or written and read.
+RESTORE, DISK = "restore", "disk"
 _MIB = 2**20
 
 
 class Tally:
     """What each rank sends in a step, in bytes and in buckets, by kind of collective.
 
-    ``refresh_bytes`` of what is gathered move only when an optimizer changed the shards.
+    ``refresh_bytes`` of what is gathered move only when an optimizer changed the shards. ``restore`` are gathers of activations;
+    ``disk`` are bytes of activations that it writes, and reads again.
     """
 
     def __init__(self, group: Group, config: Config) -> None:
@@ -39,6 +42,12 @@ class Tally:
         self.traffic_bytes = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
         self.collective_counts = dict.fromkeys(self.traffic_bytes, 0)
         self.refresh_bytes = 0
+
+    def add_restore(self, value_bytes: int, group: Group | None) -> None:
+        """Count one activation of so many bytes that is gathered from a group, or was in a file."""
+        kind, size = (DISK, value_bytes) if group is None else (RESTORE, value_bytes * (group.size - 1) // group.size)
+        self.traffic_bytes[kind] = self.traffic_bytes.get(kind, 0) + size
+        self.collective_counts[kind] = self.collective_counts.get(kind, 0) + 1
 
     def add(self, kind: str, params: Sequence[Param]) -> None:
         """Count one bucket: a gather, a refresh or a reduce."""
@@ -90,6 +99,8 @@ class Schedule:
             events.extend(_events(program))
             for _, mark in program.marked("gather_start", "reduce_start"):
                 tally.add(mark.kind.removesuffix("_start"), [program.params[index] for index in mark.params])
+            for node, mark in program.marked("restore_start"):
+                tally.add_restore(bytes_of(node), program.stashed[mark.bucket].group)
             for state in memory.live(program):
                 whole, total = max(whole, state.whole_bytes), max(total, state.total_bytes)
         return Schedule.of_step(events, tally, whole, total, params, group, config)
@@ -145,7 +156,9 @@ class Schedule:
     def _totals(self) -> Iterator[str]:
         for kind, count in self.collective_counts.items():
             if count:
-                yield f"{kind}: {count} buckets, {_mib(self.traffic_bytes[kind])} MiB sent by each rank per step"
+                unit = "activations" if kind in (RESTORE, DISK) else "buckets"
+                moved = "written and read" if kind == DISK else "sent"
+                yield f"{kind}: {count} {unit}, {_mib(self.traffic_bytes[kind])} MiB {moved} by each rank per step"
         yield f"peak of whole parameters: {_mib(self.peak_whole_bytes)} MiB; with communication buffers: {_mib(self.peak_total_bytes)} MiB"
 
     def diff(self, other: Schedule) -> str:
@@ -234,26 +247,45 @@ def _events(program: Program) -> Iterator[Event]:
         yield from flush()
         whole = alive[released[-1]] if released else whole
         again, compute, released, kept = {}, {}, [], []
-        what = f"{_NAMES.get(mark.kind, mark.kind.partition('_')[0])} {mark.bucket}"
-        starts = mark.kind in _STARTS
+        what = f"{_form(program, mark)} {mark.bucket}"
+        starts = _starts(mark)
         if starts:
             in_flight.append(what)
         elif what in in_flight:
             in_flight.remove(what)
         whole = alive.get(node, whole)
-        params = [program.params[index] for index in mark.params]
-        moved = _moved_bytes(mark.kind, params, program) if starts else 0
-        yield Event(phase, "launch" if starts else "wait", what, _label(program, mark), moved, tuple(in_flight), whole, node.name, mark.why)
+        kind = "launch" if starts else "keep" if mark.kind == "stash" else "wait"
+        yield Event(
+            phase, kind, what, _label(program, mark), _moved_bytes(program, node, mark), tuple(in_flight), whole, node.name, mark.why
+        )
     yield from flush()
 
 
-_KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "refresh_wait", "read_ahead", "load", "store")
-_STARTS = ("gather_start", "reduce_start", "read_ahead")
-_NAMES = {"read_ahead": "load"}
+_STASHING = ("stash", "restore_start", "restore_wait")
+_STORING = ("read_ahead", "load", "store")
+_KINDS = ("gather_start", "gather_wait", "release", "reduce_start", "reduce_wait", "refresh_wait", *_STASHING, *_STORING)
 
 
-def _moved_bytes(kind: str, params: Sequence[Param], program: Program) -> int:
-    return memory.shards_bytes(params) if kind == "read_ahead" else memory.moved_bytes(kind, params, program.config)
+def _moved_bytes(program: Program, node: Node, mark: Mark) -> int:
+    """Return the bytes of what a launch moves, and of what is kept of a stashed value."""
+    if mark.kind in ("stash", "restore_start"):
+        in_file = program.stashed[mark.bucket].group is None
+        return bytes_of(arguments(node)[0] if in_file and mark.kind == "stash" else node)
+    params = [program.params[index] for index in mark.params]
+    if mark.kind == "read_ahead":
+        return memory.shards_bytes(params)
+    return memory.moved_bytes(mark.kind, params, program.config) if _starts(mark) else 0
+
+
+def _form(program: Program, mark: Mark) -> str:
+    """Name what an event is about: a collective, what is loaded, or the form of what is kept."""
+    if mark.kind == "stash":
+        return "file" if program.stashed[mark.bucket].group is None else "part"
+    return "load" if mark.kind == "read_ahead" else mark.kind.partition("_")[0]
+
+
+def _starts(mark: Mark) -> bool:
+    return mark.kind.endswith("_start") or mark.kind == "read_ahead"
 
 
 def _cost(nodes: Sequence[Node], hardware: Hardware | None) -> str:
@@ -280,6 +312,8 @@ def label_of(params: Sequence[Param]) -> str:
 
 
 def _label(program: Program, mark: Mark) -> str:
+    if mark.kind in _STASHING:
+        return program.stashed[mark.bucket].module
     return label_of([program.params[index] for index in mark.params])
 
 

@@ -153,7 +153,8 @@ class Runtime(ABC):
 
     def new_disk(self) -> Disk | None:
         """Return the files for what is offloaded, None where nothing is."""
-        return Disk(self.config.offload, self.group) if isinstance(self.config.offload, Offload) else None
+        offload = self.config.offload
+        return Disk(offload, self.group) if isinstance(offload, Offload) and offload.keeps_states else None
 
     @abstractmethod
     def run(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

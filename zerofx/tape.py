@@ -19,7 +19,7 @@ from zerofx._torch import below_autograd
 from zerofx.program import output_of
 
 Run = Callable[[list[Any]], None]
-_WAITS = (torch.ops._c10d_functional.wait_tensor.default, ops.refresh_wait, ops.load)
+_WAITS = (torch.ops._c10d_functional.wait_tensor.default, ops.refresh_wait, ops.load, ops.spill_wait)
 
 
 @dataclass(frozen=True, slots=True)

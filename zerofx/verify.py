@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.fx import Node
 
@@ -63,7 +64,7 @@ def no_markers(program: Program) -> Iterator[str]:
 
 def waited_once(program: Program) -> Iterator[str]:
     """Each start has exactly one wait, behind it."""
-    for start, mark in program.marked("gather_start", "reduce_start"):
+    for start, mark in program.marked("gather_start", "reduce_start", "restore_start"):
         waits = list(start.users)
         if len(waits) != 1 or waits[0].meta.get("zerofx") is None:
             yield f"bucket {mark.bucket} ({mark.kind}) is waited for {len(waits)} times"
@@ -88,7 +89,8 @@ def within_limit(program: Program) -> Iterator[str]:
 
 def no_events(program: Program) -> Iterator[str]:
     """Only ops that can run are left."""
-    events = (ops.gather_start, ops.gather_wait, ops.release, ops.reduce_start, ops.reduce_wait)
+    events: set[Any] = {ops.gather_start, ops.gather_wait, ops.release, ops.reduce_start, ops.reduce_wait}
+    events |= {ops.stash, ops.restore_start, ops.restore_wait}
     yield from (f"an event is left: {node.name}" for node in program.graph.nodes if node.target in events)
 
 

@@ -145,5 +145,10 @@ def _bucket_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Har
 
 def driving_s(messages: Iterable[tuple[str, float]], group: Group, hardware: Hardware) -> float:
     """Return the processor seconds that a rank's own sending takes."""
-    sent = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in messages) * (group.size - 1) / group.size
+    return sending_s(messages, group.size, hardware)
+
+
+def sending_s(messages: Iterable[tuple[str, float]], ranks: int, hardware: Hardware) -> float:
+    """Return the processor seconds that sending to so many ranks takes one of them."""
+    sent = sum(size * (2 if kind == "all_reduce" else 1) for kind, size in messages) * (ranks - 1) / ranks
     return sent * max(link.cpu_s_per_byte for link in (hardware.intra_node, hardware.inter_node))
