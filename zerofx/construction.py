@@ -42,8 +42,9 @@ def init(
     Whole until the end are parameters that share their storage or are not contiguous, those whose address was taken (``numpy()``,
     ``data_ptr()``), and copies of modules (``copy.deepcopy``) until they become part of another.
 
-    Raises ConfigError for a bad mesh or inside another ``zerofx.init``; at the end RankMismatchError where the ranks built different
-    values, ShardingError where something beside the modules still holds a parameter or a view of it. Both on every rank.
+    Raises ConfigError for a bad mesh, for files that cannot be, or inside another ``zerofx.init``; OffloadError where a disk is full;
+    at the end RankMismatchError where the ranks built different values, ShardingError where something beside the modules still holds a
+    parameter or a view of it. All on every rank.
     """
     if any(isinstance(mode, Operators) for mode in _torch.dispatch_modes()):
         raise ConfigError(
@@ -62,8 +63,7 @@ def init(
     mesh = mesh if model is None else mesh_of(model, mesh, "zerofx.init")
     mesh, group = groups.resolve_mesh(mesh, groups.device_type(), where="zerofx.init")
     settings = offload_from(offload, "zerofx.init(offload=...)")
-    if settings is not None:
-        settings.check(mesh.device_type)
+    _check_together(settings, mesh, group)
     site = _Site(mesh, group, settings)
     if model is not None:
         site.enter(model)
@@ -79,6 +79,18 @@ def init(
             groups.exchange((failed, []), mesh, group)
         raise
     site.finish()
+
+
+def _check_together(settings: Offload | None, mesh: DeviceMesh, group: Group) -> None:
+    """Check on all ranks what one of them may lack: the directory of its files."""
+    local: ZerofxError | None = None
+    try:
+        if settings is not None:
+            settings.check(mesh.device_type)
+    except ConfigError as error:
+        local = error
+    remedy = "pass the same offload on every rank"
+    groups.agree(local, [f"offload={settings}"], mesh, group, doing="build", where="zerofx.init", remedy=remedy)
 
 
 class _Site:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx import _torch, layout
+from zerofx.errors import OffloadError
 from zerofx.groups import Group
 from zerofx.heap import Heap
 from zerofx.mapped import GrowingFiles, MappedTensors
@@ -41,7 +43,7 @@ class Storages:
         self._mesh, self._group = mesh, group
         self.mapped = MappedTensors()
         directory = None if offload is None or offload.parameters is None else offload.directory("parameters")
-        self._files = None if directory is None else GrowingFiles(directory)
+        self._directory, self._files = directory, None if directory is None else GrowingFiles(directory)
         self._least_bytes = 0 if offload is None else offload.min_bytes
         self._held: weakref.WeakKeyDictionary[UntypedStorage, Held] = weakref.WeakKeyDictionary()
         self._open: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
@@ -104,9 +106,10 @@ class Storages:
         held.checksum = checksum(whole)
         cut = layout.cut(whole, held.param, self._group)
         if held.shard is None:
-            held.shard = self._kept(cut)
+            held.shard = self._kept(cut, held.name)
         elif held.shard in self.mapped:
-            self.mapped.write(held.shard, cut)
+            with self._writing(held.name):
+                self.mapped.write(held.shard, cut)
         else:
             held.shard.copy_(cut)
             torch.autograd.graph.increment_version(held.shard)  # inside of a mode nothing counts
@@ -115,10 +118,23 @@ class Storages:
             self._open.discard(storage)
             self._heap.freed(_bytes(held.param))
 
-    def _kept(self, cut: Tensor) -> Tensor:
+    def _kept(self, cut: Tensor, name: str) -> Tensor:
         if self._files is None or cut.nbytes < self._least_bytes:
             return cut.clone(memory_format=torch.contiguous_format)
-        return self.mapped.put(cut, self._files.region(cut.nbytes))
+        with self._writing(name):
+            return self.mapped.put(cut, self._files.region(cut.nbytes))
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OffloadError(
+                f"the shard of {name} cannot be written: {error.strerror}",
+                where=f"{self._directory}, rank {self._group.rank}",
+                why="parameters go to disk while the model is built, and it is not known before how many there will be",
+                remedy="make space there, or name another directory: zerofx.init(offload={'parameters': 'disk:DIRECTORY'})",
+            ) from error
 
     def forget(self, storage: UntypedStorage) -> None:
         """Leave an open storage to its owner."""
@@ -138,9 +154,9 @@ class Storages:
             self.use([storage], gather=True)
             self.forget(storage)
             return None
+        held.name = name
         if storage in self._open:
             self.close(storage)
-        held.name = name
         return held
 
     def left(self) -> Iterator[tuple[UntypedStorage, Held]]:
