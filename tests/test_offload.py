@@ -545,3 +545,59 @@ def test_a_disk_that_fails_stops_all_ranks(ranks: Pool, tmp_path: Path, way: str
     says = f"OffloadError: the disk fails under offloaded state: {error}"
     own = [f"1 {says}"] if way == "read" else []
     assert ranks.run(fail, 2, tmp_path, way) == [[f"2 RankMismatchError: rank 1 raised {says}"], [*own, f"2 {says}"]]
+
+
+def fill_up_in_init(rank: int, world: int, directory: Path, way: str) -> list[str]:
+    """One rank has no directory, or no space for the first or for the last parameter."""
+    nowhere = way == "directory" and rank == 1
+    said = []
+    try:
+        with (
+            files_of_at_most(resource.RLIM_INFINITY),
+            zerofx.init(offload={"parameters": f"disk:{directory / 'missing' if nowhere else directory}", "min_bytes": 1}),
+        ):
+            if way == "middle" and rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            first = nn.Linear(8, 8, bias=False)
+            if way == "middle":
+                nn.Linear(8, 8, bias=False)
+            if way == "end" and rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        del first
+    except ZerofxError as error:
+        said = [type(error).__name__, error.what]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "says"),
+    [
+        ("directory", "ConfigError", "there can be no file in"),
+        ("middle", "OffloadError", "cannot be written: File too large"),
+        ("end", "OffloadError", "the shard of weight cannot be written: File too large"),
+    ],
+)
+def test_what_one_rank_lacks_in_init_is_an_error_on_all(ranks: Pool, tmp_path: Path, way: str, error: str, says: str) -> None:
+    other, own = ranks.run(fill_up_in_init, 2, tmp_path, way)
+    assert other[0] == "RankMismatchError"
+    assert other[1].startswith("rank 1 cannot build: ")
+    assert own[0] == error
+    assert says in own[1]
+
+
+def move_nowhere(rank: int, world: int, directory: Path) -> list[str]:
+    """Model.to gives each parameter another local tensor: what was changed before must still show."""
+    models = [compiled(GPT, 3, backend="hooks", offload=offload) for offload in (None, tight(directory))]
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for step in range(3):
+            backward(model, GPT, GPT.batch(step).part(rank, world), world)
+            optimizer.step()
+            optimizer.zero_grad()
+            if model is models[1]:
+                model.to("cpu")
+    return differing(*map(state_of, models, optimizers))
+
+
+def test_a_model_that_is_moved_to_where_it_is_trains_on(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(move_nowhere, 2, tmp_path) == [[]] * 2

@@ -80,13 +80,17 @@ class Versions:
     """Counts the changes of each parameter's shard.
 
     An operator on one DTensor counts in its own version, a loader's in its local tensor's. The list operators of optimizers
-    (``foreach``, ``fused``) count nowhere on a DTensor, so each optimizer's step counts as a change of what it holds.
+    (``foreach``, ``fused``) count nowhere on a DTensor, so each optimizer's step counts as a change of what it holds. Module.to gives
+    a DTensor another local tensor, whose version starts anew: so what is counted is that versions differ, and not by how much.
     """
 
     def __init__(self, tensors: list[nn.Parameter]) -> None:
         self._tensors = tensors
         self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
         self._steps = [0] * len(tensors)
+        self._changes = [0] * len(tensors)
+        self._seen: list[tuple[int, int] | None] = [None] * len(tensors)
+        self._locals = [weakref.ref(_torch.local_tensor(tensor)) for tensor in tensors]
         this = weakref.ref(self)
 
         def saw(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -98,7 +102,12 @@ class Versions:
     def of(self, index: int) -> int:
         """Return a number that differs after each change."""
         tensor = self._tensors[index]
-        return tensor._version + _torch.local_tensor(tensor)._version + self._steps[index]
+        local = _torch.local_tensor(tensor)
+        seen = tensor._version, local._version
+        if self._seen[index] != seen or self._locals[index]() is not local:
+            self._changes[index] += 1
+            self._seen[index], self._locals[index] = seen, weakref.ref(local)
+        return self._changes[index] + self._steps[index]
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
