@@ -32,7 +32,7 @@ from tests.reference import backward
 from tests.stages import at_stage, compiled
 from zerofx.config import Config
 from zerofx.disk import Disk
-from zerofx.errors import ConfigError, OffloadError, ZerofxError
+from zerofx.errors import ConfigError, OffloadError, ShardingError, ZerofxError
 from zerofx.hardware import hardware
 from zerofx.mapped import MappedTensors
 from zerofx.module import runtime_of
@@ -601,3 +601,56 @@ def move_nowhere(rank: int, world: int, directory: Path) -> list[str]:
 
 def test_a_model_that_is_moved_to_where_it_is_trains_on(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(move_nowhere, 2, tmp_path) == [[]] * 2
+
+
+class Boundless(nn.Module):
+    """In float16, the gradient of the last of eight rows overflows alone; the first parameter is on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.offset
+
+
+def go_on_with_gradients(rank: int, world: int, directory: Path) -> list[str]:
+    """What autograd does with gradients beside those that are there: each way as without offload."""
+    batches, found = [GPT.batch(step).part(rank, world) for step in range(2)], []
+
+    def halve_in_place(gradient: Tensor) -> Tensor:
+        return gradient.mul_(0.5)
+
+    def run(way: str, offload: Any) -> list[Tensor | None]:
+        model = compiled(GPT, 3, backend="hooks", offload=offload)
+        tensors = list(model.parameters())
+        for tensor in tensors:
+            if way == "hook":
+                tensor.register_hook(halve_in_place)
+        backward(model, GPT, batches[0], world)
+        loss = GPT.loss(model(*batches[1].inputs), batches[1].target, world)
+        if way == "grad":
+            return [local(grad).clone() for grad in torch.autograd.grad(loss, tensors)] + [local(tensor.grad) for tensor in tensors]
+        if way == "changed":
+            torch.optim.SGD(tensors, 0.1).step()
+            with pytest.raises(ShardingError):
+                loss.backward()
+        else:
+            loss.backward(inputs=tensors[:2] if way == "inputs" else None)
+        return [local(tensor.grad).clone() for tensor in tensors]
+
+    for way in ("grad", "inputs", "changed", "hook", "plain"):
+        pairs = zip(run(way, None), run(way, tight(directory)), strict=True)
+        found += [way] if any(not one.equal(other) for one, other in pairs) else []
+    model = zerofx.compile(Boundless(), stage=3, backend="hooks", offload=tight(directory), precision="fp16")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for last in (1.0, 60000.0):
+        scaler.scale(model(torch.ones(4, 8) * torch.tensor([*[1.0] * 7, last]))[:, 7].sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return found + ([] if scaler.get_scale() == 4.0 else [f"an overflow in what is added up, at a scale of {scaler.get_scale()}"])
+
+
+def test_gradients_are_added_up_by_autograd(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(go_on_with_gradients, 2, tmp_path) == [[]] * 2

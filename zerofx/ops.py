@@ -143,9 +143,9 @@ def evict(stored: Any, members: tuple[int, ...]) -> None:
     stored.evict(members)
 
 
-def store(stored: Any, gradient: Tensor, index: int) -> Tensor | None:
-    """Put a reduced gradient on disk; None where it was added to the one there."""
-    result: Tensor | None = stored.store(index, gradient)
+def store(stored: Any, gradient: Tensor, index: int) -> Tensor:
+    """Put a reduced gradient on disk."""
+    result: Tensor = stored.store(index, gradient)
     return result
 
 

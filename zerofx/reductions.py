@@ -38,7 +38,7 @@ class Reductions:
         self._divisor = config.divisor(group.size)
         self._open: list[tuple[Param, Tensor]] = []
         self._flights: deque[Flight] = deque()
-        self._reduced: dict[int, Tensor | None] = {}
+        self._reduced: dict[int, Tensor] = {}
         self._launched = 0
 
     def add(self, index: int, grad: Tensor) -> None:
@@ -57,7 +57,7 @@ class Reductions:
             self._wait()
         self._reduced = {}
 
-    def finish(self) -> dict[int, Tensor | None]:
+    def finish(self) -> dict[int, Tensor]:
         """Launch and wait for the rest; return every padded gradient shard by parameter."""
         if self._open:
             self._launch()
@@ -91,8 +91,7 @@ class Reductions:
 
     def _give(self, index: int, shard: Tensor) -> None:
         """Two forwards in one backward give a parameter two gradients."""
-        earlier = self._reduced.get(index)
-        total = shard if earlier is None else earlier + shard
+        total = self._reduced.pop(index) + shard if index in self._reduced else shard
         self._reduced[index] = total if self._stored is None else self._stored.store(index, total)
 
 

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.tensor import DTensor
 
 from zerofx import _torch, memory
 from zerofx.config import Config
 from zerofx.disk import Disk
 from zerofx.heap import Heap
-from zerofx.mapped import MappedFile, Region, pages_bytes
+from zerofx.mapped import MappedFile, MappedTensors, Region, pages_bytes
 from zerofx.params import Param
 
 ATTRIBUTE = "_zerofx_mapped"  # of a parameter that zerofx.init has put into a file: who knows where
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a gradient can lie, and the storage that lies there, as long as anybody has it."""
+
+    region: Region
+    holder: weakref.ref[UntypedStorage] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.holder is None or self.holder() is None
+
+    def put(self, gradient: Tensor, tensors: MappedTensors) -> Tensor:
+        made = tensors.put(gradient, self.region)
+        self.holder = weakref.ref(made.untyped_storage())
+        return made
 
 
 class Stored:
@@ -36,8 +54,7 @@ class Stored:
         self._disk, self._params, self._tensors, self._padded = disk, params, tensors, padded
         self._shards = sorted(memory.stored_shards(params, config))
         self._gradients = memory.stored_gradients(params, config)
-        self._places: dict[int, Region] = {}
-        self._holders: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._places: dict[int, list[_Place]] = {index: [] for index in self._gradients}
         self._heap = Heap()
         self._is_ready = False
         for tensor in tensors:
@@ -63,10 +80,8 @@ class Stored:
             for index in waiting:
                 assert shards is not None
                 self._move(index, shards)
-            for index in trained:
-                assert gradients is not None
-                nbytes = _shard_bytes(self._params[index])
-                self._places[index] = Region.of(gradients, nbytes)
+            if gradients is not None:
+                self._spread(gradients, trained)
         self._is_ready = True
 
     def read_ahead(self, members: Iterable[int]) -> None:
@@ -91,37 +106,37 @@ class Stored:
         finally:
             self.evict(members)
 
-    def store(self, index: int, gradient: Tensor) -> Tensor | None:
-        """Put a padded gradient shard into its place on the disk, and return it from there; None where it was added to the one there."""
-        if index not in self._places and index not in self._gradients:
+    def store(self, index: int, gradient: Tensor) -> Tensor:
+        """Put a padded gradient shard into a file, and return it from there."""
+        if index not in self._gradients:
             return gradient
         with self._disk.failing():
-            if (earlier := self._accumulated(index)) is not None:
-                self._disk.tensors.load([earlier], to_write=True)
-                param = self._params[index]
-                earlier.add_(gradient if param.dim is None else gradient.narrow(param.dim, 0, earlier.shape[param.dim]))
-                self._disk.tensors.evict([earlier])
-                return None
-            made = self._disk.tensors.put(gradient, self._free_place(index))
-        self._holders[index] = weakref.ref(made.untyped_storage())
-        return made
+            place = next((place for place in self._places[index] if place.is_free), None) or self._add_places(index)
+            return place.put(gradient, self._disk.tensors)
 
-    def _accumulated(self, index: int) -> Tensor | None:
-        """Return what earlier backwards left of a gradient, where it lies on the disk."""
-        grad = self._tensors[index].grad
-        if not isinstance(grad, DTensor) or grad.placements[0].is_partial():
-            return None
-        local = _torch.local_tensor(grad)
-        return local if local in self._disk.tensors else None
+    def _add_places(self, index: int) -> _Place:
+        """Make one more place for the gradient of each trained parameter, because one is held by somebody, or is added to."""
+        trained = [other for other in sorted(self._gradients) if self._tensors[other].requires_grad or other == index]
+        nbytes = sum(pages_bytes(_shard_bytes(self._params[other])) for other in trained)
+        self._spread(MappedFile(self._disk.settings.directory("gradients"), nbytes), trained)
+        return self._places[index][-1]
 
-    def _free_place(self, index: int) -> Region:
-        """Return where the next gradient goes: where the last one was, unless somebody still has that."""
-        holder = self._holders.get(index)
-        if index in self._places and (holder is None or holder() is None):
-            return self._places[index]
-        nbytes = _shard_bytes(self._params[index])
-        self._places[index] = Region.of(MappedFile(self._disk.settings.directory("gradients"), nbytes), nbytes)
-        return self._places[index]
+    def _spread(self, file: MappedFile, members: Iterable[int]) -> None:
+        for index in members:
+            if not self._places[index]:
+                self._evict_accumulated(index)
+            self._places[index].append(_Place(Region.of(file, _shard_bytes(self._params[index]))))
+
+    def _evict_accumulated(self, index: int) -> None:
+        """From now on, when a gradient was added to the one that is there, take both out of memory."""
+        this = weakref.ref(self)
+
+        def accumulated(_: Tensor) -> None:
+            if (found := this()) is not None:
+                for place in found._places[index]:
+                    place.region.advise(mmap.MADV_DONTNEED)
+
+        self._tensors[index].register_post_accumulate_grad_hook(accumulated)
 
     def _move(self, index: int, file: MappedFile) -> None:
         local, padded = _torch.local_tensor(self._tensors[index]), self._padded[index]
