@@ -310,6 +310,31 @@ def test_init_builds_on_disk(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(build_on_disk, 2, tmp_path) == [[]] * 2
 
 
+def build_alone(rank: int, world: int, directory: Path) -> list[str]:
+    """One process that has no process group builds, fills and trains like a model that was there before."""
+    plain, found = compiled(ODD_SIZES, 3, backend="hooks"), []
+    with zerofx.init(offload=tight(directory)):
+        built = ODD_SIZES.model()
+    compiled_later = zerofx.compile(built, stage=3, backend="hooks", offload=tight(directory))
+    filled = compiled(ODD_SIZES, 3, seed=1, backend="hooks", offload=tight(directory))
+    with zerofx.init(filled), torch.no_grad():
+        for tensor, other in zip(filled.parameters(), ODD_SIZES.model().parameters(), strict=True):
+            tensor.copy_(other)
+    models = [plain, compiled_later, filled]
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model, ODD_SIZES, ODD_SIZES.batch(0), world)
+        optimizer.step()
+    states = [state_of(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+    for other in states[1:]:
+        found += differing(states[0], other)
+    return found
+
+
+def test_one_process_without_a_group_builds_on_disk(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(build_alone, 1, tmp_path, group=False) == [[]]
+
+
 def accumulate_and_keep(rank: int, world: int, directory: Path) -> list[str]:
     """Gradients that somebody still has stay what they are; those that are not reset add up, on disk; zeroed ones too."""
     found = []

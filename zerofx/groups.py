@@ -105,7 +105,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str, where: str = "zerofx
             why="a rank outside of the mesh holds no shard",
             remedy=f"call {where} only on the ranks of the mesh, or pass a mesh of all ranks",
         )
-    if mesh.size() == 1 and dist.get_world_size() > 1:
+    if mesh.size() == 1 and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"the mesh {mesh.mesh.tolist()} has one of {dist.get_world_size()} ranks",
             where="zerofx.compile(mesh=...)",
