@@ -56,7 +56,7 @@ class MappedFile:
 
     def write(self, start: int, source: Tensor) -> None:
         """Write a tensor's values without making their place resident. Raises OSError."""
-        dense = source.detach().contiguous()
+        dense = source.detach().resolve_conj().resolve_neg().contiguous()  # in memory it may lie otherwise
         # numpy() would keep the storage from being resized ever after
         left = memoryview((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())).cast("B")
         while left:
