@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -59,7 +60,7 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--steps", type=_number(2), metavar="N", help="optimizer steps, at least 2: the first compiles (60; with --params 3)")
     demo.add_argument("--backend", choices=BACKENDS, default="inductor", help="what compiles the graphs (inductor)")
     demo.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures to FILE")
-    demo.add_argument("--params", type=_figure, metavar="P", help="train a model of about so many parameters instead, such as 1e9")
+    demo.add_argument("--params", type=_positive, metavar="P", help="train a model of about so many parameters instead, such as 1e9")
     demo.add_argument("--memory-limit", type=_bytes, metavar="BYTES", help="with --params: what a rank may have in memory, such as 2GiB")
     demo.add_argument("--offload", metavar="TARGET", help="with --params: where its states go, disk or disk:DIRECTORY (nowhere)")
     demo.set_defaults(run=_demo)
@@ -159,6 +160,12 @@ def _figure(text: str) -> int | float:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _positive(text: str) -> int | float:
+    if not 0 < (figure := _figure(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return figure
 
 
 def _name_or_figure(text: str) -> str | int | float:
