@@ -32,9 +32,9 @@ from tests.reference import backward
 from tests.stages import at_stage, compiled
 from zerofx.config import Config
 from zerofx.disk import Disk
-from zerofx.errors import ConfigError, OffloadError, ShardingError, ZerofxError
+from zerofx.errors import ConfigError, OffloadError, RankMismatchError, ShardingError, ZerofxError
 from zerofx.hardware import hardware
-from zerofx.mapped import MappedTensors
+from zerofx.mapped import MappedFile, MappedTensors, Region
 from zerofx.module import runtime_of
 from zerofx.offload import STATES, Offload
 from zerofx.streaming import windows
@@ -679,3 +679,33 @@ def go_on_with_gradients(rank: int, world: int, directory: Path) -> list[str]:
 
 def test_gradients_are_added_up_by_autograd(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(go_on_with_gradients, 2, tmp_path) == [[]] * 2
+
+
+def test_what_is_conjugated_later_is_written_as_what_it_is(tmp_path: Path) -> None:
+    tensors, value = MappedTensors(), torch.complex(torch.ones(4), torch.arange(4.0))
+    for source in (value.conj(), value.conj().imag):
+        assert tensors.put(source, Region.of(MappedFile(tmp_path, source.nbytes), source.nbytes)).equal(source)
+
+
+def add_up_on_a_full_disk(rank: int, world: int, directory: Path) -> list[str]:
+    """There is no space for gradients beside those that are there: those stay, and with space all goes on."""
+    found, batch = [], GPT.batch(0).part(rank, world)
+    model = compiled(GPT, 3, backend="hooks", offload=tight(directory))
+    backward(model, GPT, batch, world)
+    before = [local(tensor.grad).clone() for tensor in model.parameters()]
+    with files_of_at_most(1000 if rank == 1 else resource.RLIM_INFINITY):
+        try:
+            backward(model, GPT, batch, world)
+            found.append("no error")
+        except ZerofxError as error:
+            found += [] if type(error) is (RankMismatchError, OffloadError)[rank] else [str(error)]
+    for factor in (1, 2):
+        pairs = zip(before, model.parameters(), strict=True)
+        found += [f"not {factor} times" for one, tensor in pairs if not local(tensor.grad).equal(factor * one)]
+        if factor == 1:
+            backward(model, GPT, batch, world)
+    return found
+
+
+def test_gradients_that_are_there_stay_on_a_full_disk(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(add_up_on_a_full_disk, 2, tmp_path) == [[]] * 2

@@ -38,15 +38,25 @@ class Disk:
             try:
                 return (MappedFile(directory, nbytes) if nbytes else None), None
             except OSError as error:
-                raise OffloadError(
-                    f"there is no space for {nbytes} bytes of {kind}: {error.strerror}",
-                    where=f"{directory}, rank {self._rank}",
-                    why="space for all of it is set aside before anything is changed, and nothing was changed",
-                    remedy=f"make space there, or name another directory: offload={{'{kind}': 'disk:DIRECTORY'}}",
-                ) from error
+                raise self._full(kind, nbytes, error) from error
 
         file, _ = self._consensus.step(where, create, lambda given: given)
         return file
+
+    def more(self, kind: str, nbytes: int) -> MappedFile:
+        """Return a file with so many bytes more for a kind of state, on this rank alone. Raises OffloadError."""
+        try:
+            return MappedFile(self.settings.directory(kind), nbytes)
+        except OSError as error:
+            raise self._full(kind, nbytes, error) from error
+
+    def _full(self, kind: str, nbytes: int, error: OSError) -> OffloadError:
+        return OffloadError(
+            f"there is no space for {nbytes} bytes of {kind}: {error.strerror}",
+            where=f"{self.settings.directory(kind)}, rank {self._rank}",
+            why="space for all of it is set aside before anything is changed, and nothing was changed",
+            remedy=f"make space there, or name another directory: offload={{'{kind}': 'disk:DIRECTORY'}}",
+        )
 
     @contextmanager
     def failing(self) -> Iterator[None]:

@@ -110,15 +110,15 @@ class Stored:
         """Put a padded gradient shard into a file, and return it from there."""
         if index not in self._gradients:
             return gradient
+        place = next((place for place in self._places[index] if place.is_free), None) or self._add_places(index)
         with self._disk.failing():
-            place = next((place for place in self._places[index] if place.is_free), None) or self._add_places(index)
             return place.put(gradient, self._disk.tensors)
 
     def _add_places(self, index: int) -> _Place:
         """Make one more place for the gradient of each trained parameter, because one is held by somebody, or is added to."""
         trained = [other for other in sorted(self._gradients) if self._tensors[other].requires_grad or other == index]
         nbytes = sum(pages_bytes(_shard_bytes(self._params[other])) for other in trained)
-        self._spread(MappedFile(self._disk.settings.directory("gradients"), nbytes), trained)
+        self._spread(self._disk.more("gradients", nbytes), trained)
         return self._places[index][-1]
 
     def _spread(self, file: MappedFile, members: Iterable[int]) -> None:
