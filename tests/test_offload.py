@@ -709,3 +709,21 @@ def add_up_on_a_full_disk(rank: int, world: int, directory: Path) -> list[str]:
 
 def test_gradients_that_are_there_stay_on_a_full_disk(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(add_up_on_a_full_disk, 2, tmp_path) == [[]] * 2
+
+
+def fail_between_optimizers(rank: int, world: int, directory: Path) -> str:
+    """The disk of one rank fails in a step, and the next optimizer's first step sets space aside."""
+    model = compiled(GPT, 3, backend="hooks", offload=tight(directory))
+    first, *others = model.parameters()
+    optimizers = [torch.optim.AdamW(tensors) for tensors in ([first], others)]
+    backward(model, GPT, GPT.batch(0).part(rank, world), world)
+    with mock.patch("os.fdatasync", side_effect=OSError(5, "Input/output error")) if rank == 1 else mock.MagicMock():
+        optimizers[0].step()
+        wait([written] if (written := disk_of(model)._written) else [])
+    with pytest.raises(OffloadError) as caught:
+        optimizers[1].step()
+    return caught.value.where.partition(",")[0]
+
+
+def test_a_disk_that_failed_is_told_where_the_next_optimizer_steps(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(fail_between_optimizers, 2, tmp_path, timeout_s=30) == ["rank 1"] * 2

@@ -30,11 +30,12 @@ class Disk:
     def set_aside(self, kind: str, nbytes: int, where: str) -> MappedFile | None:
         """Return a file with so many bytes for a kind of state, None for no bytes. All ranks call it together.
 
-        Raises OffloadError on all of them where one has not the space.
+        Raises OffloadError on all of them where one has not the space, or where the disk of one has failed.
         """
         directory = self.settings.directory(kind)
 
         def create() -> tuple[MappedFile | None, None]:
+            self.settle()
             try:
                 return (MappedFile(directory, nbytes) if nbytes else None), None
             except OSError as error:

@@ -86,7 +86,6 @@ class Streaming:
                 why="it is one of all parameters together, and a step needs all of it",
                 remedy="leave offload out, or take an optimizer with a state for each parameter",
             )
-        self._disk.settle()
         if is_compiled or not _is_separable(optimizer):
             self._set_aside(optimizer, {})
             self._load(optimizer, own)
@@ -149,6 +148,7 @@ class Streaming:
         ]
         total = sum(pages_bytes(_bytes(value)) for value in waiting) + sum(new.values())
         if not total:
+            self._disk.settle()
             return None
 
         file = self._disk.set_aside("optimizer" if self._keeps_state else "parameters", total, _WHERE)
