@@ -92,6 +92,13 @@ class Branching(nn.Module):
         return y.sum()
 
 
+def test_as_many_plans_as_you_like() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        for rows in range(1, 5):
+            assert zerofx.plan(model, (torch.ones(rows, 4),), world_size=2, backend="aot_eager").seconds > 0
+
+
 def test_a_branch_on_data_is_told_with_its_line() -> None:
     with pytest.raises(zerofx.ConfigError) as raised:
         planner.trace(Branching(), (torch.zeros(2, 8),), None, Config(backend="aot_eager"), 4, "gloo")

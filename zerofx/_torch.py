@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -231,6 +232,12 @@ def pin_order(graph: torch.fx.Graph, before: dict[torch.fx.Node, torch.fx.Node])
     from torch.utils._ordered_set import OrderedSet
 
     preserve_node_ordering(graph, {node: OrderedSet([other]) for node, other in before.items()})
+
+
+def without_recompile_limit() -> AbstractContextManager[Any]:
+    """Within, all that a process has compiled of one function does not count against what it may compile next."""
+    limit: AbstractContextManager[Any] = torch._dynamo.config.patch(accumulated_recompile_limit=sys.maxsize)
+    return limit
 
 
 def mark_static(tensors: Iterable[torch.Tensor]) -> None:

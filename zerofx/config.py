@@ -57,7 +57,7 @@ def offload_from(given: Any, where: str) -> Offload | None:
             return configfile.decoded(Offload, given, {})
         if str(given).partition(":")[0] == "disk":
             return configfile.decoded(Offload, dict.fromkeys(STATES, given), {})
-        check_names([given], [*KINDS, "disk"], where="", what="state to offload")
+        check_names([given], [*KINDS, "disk"], where="", what="kind of offload")
         return configfile.decoded(Offload, {given: "disk"}, {})
 
 

@@ -123,7 +123,8 @@ def _traced(
     assert isinstance(runtime, _PlannedRuntime)
     runtime.fakes, runtime.stack, runtime.all_params = fakes, stack, params
     try:
-        made(*args, **kwargs)
+        with _torch.without_recompile_limit():  # each plan compiles the forward of a model of its own
+            made(*args, **kwargs)
         graphs = runtime.last_step
     except _torch.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, Irregular):
