@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerofx
-from zerofx.backend import Compilation
+from zerofx.compilation import Compilation
 from zerofx.config import Config
 
 

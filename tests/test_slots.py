@@ -9,7 +9,7 @@ import torch
 
 from tests.programs import TiedStack, compilation, stack
 from zerofx import memory, placement, planner
-from zerofx.backend import Compilation
+from zerofx.compilation import Compilation
 from zerofx.config import Config
 from zerofx.hardware import Hardware, Link, hardware
 from zerofx.passes import STAGES

@@ -5,51 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zerofx import _torch, groups, ops, randomness, stashing
-from zerofx.activations import Kept, choose, extents_of, foreseen_bytes, kept, too_few
+from zerofx import _torch, groups, ops
 from zerofx.agreement import Unit
-from zerofx.errors import MemoryLimitError, ZerofxError
-from zerofx.fitting import Attempt, attempted, bound_sizes, fit, in_several_graphs
+from zerofx.compilation import Compilation
+from zerofx.errors import ZerofxError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
-from zerofx.presets import PRESETS
-from zerofx.program import Level, Phase, Program, Stashed, Sync, arguments, results_of
-from zerofx.recomputing import Choice, Extent
+from zerofx.program import Level, Phase, Program, Sync, arguments, results_of
 from zerofx.regions import Compiler
 from zerofx.render import Schedule
 from zerofx.replicas import Replicas
 from zerofx.runtime import Forward, Runtime, in_place_error
 from zerofx.spill import Spill
+from zerofx.splitting import Splitting
 from zerofx.tape import Tape
 from zerofx.work import bytes_of
 
 # A model whose blocks break the graph compiles each block once; beyond this, Dynamo runs the rest uncompiled.
 _MAX_RECOMPILES = 256
-
-
-@dataclass(slots=True)
-class Compilation:
-    """One traced graph of a model: its scheduled programs, what the passes did, and how long each part took."""
-
-    forward: Program | None = None
-    backward: Program | None = None
-    lowered: dict[str, Program] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    tapes: list[Tape] = field(default_factory=list)
-    region_count: int = 0
-    distinct_count: int = 0  # regions that had to be compiled; the others are equal to one of these
-
-    def spend(self, part: str, start: float) -> None:
-        """Add the time since ``start`` to a part of the compilation."""
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
 
 class Backend:
@@ -165,50 +145,12 @@ class Tracing:
     def __init__(self, backend: Backend, compilation: Compilation, is_whole: bool) -> None:
         self.backend, self.compilation = backend, compilation
         self.is_whole = is_whole
-        self._source: Program | None = None
+        self.splitting = Splitting(backend.pipeline, compilation, backend.replicas_group, is_whole=is_whole)
         self.spill: Spill | None = None
 
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Run the joint passes, split the graph, and schedule both parts, before anything is compiled."""
-        return self.split(self.joint(joint), joint_inputs, **kwargs)
-
-    def split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        """Split a joint program as the partitioner is told to, and schedule both parts."""
-        if not program.config.fits:
-            return self._split_and_kept(program, joint_inputs, **kwargs)
-        try:
-            return self._split_to_fit(replace(program, config=program.config.without_spills), joint_inputs, **kwargs)
-        except MemoryLimitError:
-            if program.config.spills is None:
-                raise
-        # computing again is not enough: what is left of activations goes to disk
-        choice = extents_of(list(program.graph.nodes))[Extent.ALL]
-        return self._split_and_kept(replace(program, recompute=choice), joint_inputs, **kwargs)
-
-    def _split_and_kept(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        # what is kept between the two costs memory, so that only without it the limit is really too small
-        tries = [program, replace(program, keeps=False)]
-        if program.config.spills is not None:  # so does what is gathered ahead, where all that a step allocates is limited
-            tries.append(replace(tries[1], config=replace(program.config, prefetch_buckets=0)))
-        for tried in tries:
-            try:
-                return self._split(tried, joint_inputs, **kwargs)
-            except MemoryLimitError as error:
-                self.compilation.records.clear()
-                failure = error
-        raise failure if program.config.spills is None else self._smallest(tries[-1], failure, joint_inputs, **kwargs)
-
-    def _smallest(self, program: Program, failure: MemoryLimitError, joint_inputs: Sequence[Any], **kwargs: Any) -> MemoryLimitError:
-        """Return the error that names a limit which works: with the one that an error names, parameters fit, but not yet all else."""
-        assert program.config.memory_limit_bytes is not None
-        while True:
-            smallest_bytes = failure.smallest_bytes
-            try:
-                self._split(replace(program, config=replace(program.config, memory_limit_bytes=smallest_bytes)), joint_inputs, **kwargs)
-                return stashing.too_little(program.config.memory_limit_bytes, smallest_bytes)
-            except MemoryLimitError as error:
-                self.compilation.records.clear()
-                failure = error
+        return self.splitting.split(self.joint(joint), joint_inputs, **kwargs)
 
     def forward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled forward."""
@@ -222,14 +164,14 @@ class Tracing:
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Lower the scheduled backward."""
-        assert self._source is not None
+        assert self.splitting.source is not None
         assert self.compilation.backward is not None
         with self.backend.runtime.agreement.compiling():  # it may be the first backward that asks for it
-            return _Backward(self, self._source, self.compilation.backward)
+            return _Backward(self, self.splitting.source, self.compilation.backward)
 
     def lower(self, program: Program, name: str) -> Tape:
         """Lower a scheduled program and compile its regions."""
-        lowered = self._run(program, Level.LOWERED)
+        lowered = self.splitting.run(program, Level.LOWERED)
         self.compilation.lowered[name] = lowered
         start, compiler = time.perf_counter(), self.backend.compiler
         before = compiler.region_count, compiler.distinct_count
@@ -242,14 +184,14 @@ class Tracing:
 
     def schedule_backward(self, source: Program, sync: Sync) -> Program:
         """Schedule the backward for another treatment of whole gradients."""
-        (scheduled,) = self._schedule([replace(source, sync=sync)])
+        (scheduled,) = self.splitting.schedule([replace(source, sync=sync)])
         return scheduled
 
     def schedule_inference(self, program: Program) -> Program:
         """Schedule a program without a backward, for which nothing is computed again."""
         program = replace(program, recompute=None)
-        traced = replace(self._run(program, Level.RECOMPUTED), phase=Phase.FORWARD)
-        (self.compilation.forward,) = self._schedule([traced])
+        traced = replace(self.splitting.run(program, Level.RECOMPUTED), phase=Phase.FORWARD)
+        (self.compilation.forward,) = self.splitting.schedule([traced])
         return self.compilation.forward
 
     def joint(self, module: GraphModule) -> Program:
@@ -261,115 +203,6 @@ class Tracing:
             program = replace(program, module=_torch.inductor_joint_passes(module, device))
             self.compilation.spend("inductor joint passes", start)
         return program
-
-    def _split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        parts = self._keeping_less if program.config.keeps_at_most else self._partitioned
-        forward, backward = parts(program, joint_inputs, **kwargs)
-        output_count = kwargs["num_fwd_outputs"]
-        stashed = self._in_parts(forward, backward, output_count)
-        before = list(self.compilation.records)
-
-        def scheduled(spilled: Sequence[Stashed]) -> list[Program]:
-            self.compilation.records[:] = before
-            parts = [replace(part, stashed=(*stashed, *spilled)) for part in (forward, backward)]
-            self._source = parts[1]
-            return self._schedule(parts)
-
-        if (spills := forward.config.spills) is None:
-            found = scheduled(())
-        else:
-            names = [node.name for node in stashing.saved(forward, output_count, spills.min_bytes)]
-            names = [name for name in names if name not in {item.name for item in stashed}]
-            found = stashing.within_limit(forward.config, names, scheduled, lambda program: self.backend.pipeline.run(program, []))
-        self.compilation.forward, self.compilation.backward = found
-        return forward.module, backward.module
-
-    def _in_parts(self, forward: Program, backward: Program, output_count: int) -> tuple[Stashed, ...]:
-        """Choose which activations the ranks of ``Config.partition_activations`` keep a part each of."""
-        group = self.backend.replicas_group
-        if group is None:
-            return ()
-        again = next(record.plan for record in self.compilation.records if record.name == "Recompute")
-        regions = {number: stashing.Region(part.module, frozenset(part.kept)) for number, part in enumerate(again)}
-        return stashing.partitioned(forward, backward, output_count, regions, group)
-
-    def _partitioned(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Program, Program]:
-        traced = self._run(program, Level.RECOMPUTED)
-        compiler = "inductor" if traced.config.backend == "inductor" else "aot_eager"
-        start = time.perf_counter()
-        forward, backward = _torch.min_cut_rematerialization_partition(traced.module, joint_inputs, compiler=compiler, **kwargs)
-        randomness.settle(forward, backward)
-        self.compilation.spend("partition", start)
-        return replace(traced, module=forward, phase=Phase.FORWARD), replace(traced, module=backward, phase=Phase.BACKWARD)
-
-    def _keeping_less(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[Program, Program]:
-        """Split a joint program so that no more activations are kept than ``Config.recompute`` says, by what each part keeps and costs."""
-        machine = program.config.machine or PRESETS["h100"]  # for want of figures, those of some accelerator
-        before = list(self.compilation.records)
-
-        def tried(choice: Choice) -> tuple[tuple[Program, Program], Kept]:
-            self.compilation.records[:] = before
-            parts = self._partitioned(replace(program, recompute=choice), joint_inputs, **kwargs)
-            return parts, kept(*parts, kwargs["num_fwd_outputs"], machine)
-
-        options = {extent: tried(choice)[1] for extent, choice in extents_of(list(program.graph.nodes)).items()}
-        most_bytes = aim_bytes = program.config.kept_bytes(options[Extent.NOTHING].total_bytes)
-        last: Choice | None = None
-        while (choice := choose(options, aim_bytes)) != last:
-            parts, found = tried(choice)
-            if found.total_bytes <= most_bytes:
-                return parts
-            # what the parts owe each other was not foreseen: aim lower, and at another choice
-            last, aim_bytes = choice, min(aim_bytes - (found.total_bytes - most_bytes), foreseen_bytes(options, choice) - 1)
-        raise too_few(most_bytes, options[Extent.ALL].total_bytes)
-
-    def _split_to_fit(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        """Split a joint program so that all that its step holds stays within the memory limit, whatever has to be given up for that."""
-        if not self.is_whole:
-            raise in_several_graphs()
-        compilation, limit_bytes = self.compilation, program.config.memory_limit_bytes
-        machine = program.config.machine or PRESETS["h100"]  # for want of figures, those of some accelerator
-        before = list(compilation.records)
-        assert limit_bytes is not None
-
-        def attempt(choice: Choice, moving_bytes: int) -> Attempt:
-            compilation.records[:] = before
-            config = replace(program.config, memory_limit_bytes=moving_bytes)
-            modules = self._split_and_kept(replace(program, config=config, recompute=choice), joint_inputs, **kwargs)
-            forward, backward = compilation.forward, compilation.backward
-            assert forward is not None
-            assert backward is not None
-            made = modules, forward, backward, self._source, list(compilation.records)
-            return attempted(forward, backward, self.backend.pipeline, machine, made)
-
-        def keep(choice: Choice) -> Kept:
-            compilation.records[:] = before
-            parts = self._partitioned(replace(program, recompute=choice), joint_inputs, **kwargs)
-            return kept(*parts, kwargs["num_fwd_outputs"], machine)
-
-        found, share = fit(attempt, keep, extents_of(list(program.graph.nodes)), limit_bytes)
-        modules, compilation.forward, compilation.backward, self._source, compilation.records[:] = found.made
-        bound_sizes(program, share)
-        split: tuple[GraphModule, GraphModule] = modules
-        return split
-
-    def _schedule(self, programs: list[Program]) -> list[Program]:
-        """Schedule each program; where several do not fit the memory limit, raise the error that asks for the most."""
-        done, errors = [], []
-        for program in programs:
-            try:
-                done.append(self._run(program, Level.SCHEDULED))
-            except MemoryLimitError as error:
-                errors.append(error)
-        if errors:
-            raise max(errors, key=lambda error: error.smallest_bytes)
-        return done
-
-    def _run(self, program: Program, upto: Level) -> Program:
-        start = time.perf_counter()
-        result = self.backend.pipeline.run(program, self.compilation.records, upto)
-        self.compilation.spend("passes", start)
-        return result
 
     def _forward(self, scheduled: Program) -> Callable[[list[Any]], Any]:
         tape = self.lower(scheduled, "forward")

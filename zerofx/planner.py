@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from zerofx import _torch, oplog, sharding
-from zerofx.backend import Backend, Compilation, CompiledRuntime, Tracing
+from zerofx.backend import Backend, CompiledRuntime, Tracing
+from zerofx.compilation import Compilation
 from zerofx.config import Config
 from zerofx.errors import ConfigError
 from zerofx.groups import Group
@@ -225,7 +226,7 @@ class _FewLayers(Tracing):
     def partition(self, joint: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> NoReturn:
         static = kwargs.pop("static_lifetime_input_indices", None) or ()
         whole = self._unrolled(joint, kwargs["num_fwd_outputs"], static)
-        self.split(whole.program, joint_inputs, static_lifetime_input_indices=whole.static_inputs, **kwargs)
+        self.splitting.split(whole.program, joint_inputs, static_lifetime_input_indices=whole.static_inputs, **kwargs)
         raise _Scheduled(self.compilation)
 
     def inference(self, gm: GraphModule, inputs: Sequence[Any]) -> NoReturn:

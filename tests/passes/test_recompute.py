@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import zerofx
 from tests.programs import TiedStack, compilation, compiled
 from zerofx.activations import Kept, choose
-from zerofx.backend import Compilation
+from zerofx.compilation import Compilation
 from zerofx.origins import Call, module_of
 from zerofx.program import output_of
 from zerofx.recomputing import Extent, outermost

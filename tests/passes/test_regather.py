@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from tests.programs import Block, TiedStack, compilation, compiled
-from zerofx.backend import Compilation
+from zerofx.compilation import Compilation
 from zerofx.params import block_of
 from zerofx.program import output_of
 
