@@ -144,3 +144,16 @@ def test_a_disk_that_fails_is_an_error_on_all_ranks(ranks: Pool, tmp_path: Path)
     ]
     assert other[1] == "trained"
     assert [text.partition(": rank 1")[0] for text in (other[0], other[2])] == ["RankMismatchError"] * 2
+
+
+def test_what_can_be_computed_again_goes_to_disk_last(tmp_path: Path) -> None:
+    layers = 4
+    without = peak_bytes(Config(**settings(None, None)), layers)
+    with pytest.raises(MemoryLimitError) as caught:
+        peak_bytes(Config(**settings(None, without // 10, recompute="auto")), layers)
+    least_bytes = caught.value.smallest_bytes
+    for limit_bytes, is_on_disk in ((least_bytes, False), (int(0.98 * least_bytes), True)):
+        config = Config(**settings(tmp_path, limit_bytes, recompute="auto"))
+        planned = plan(TiedStack(layers), (_TOKENS,), world_size=2, hardware=GLOO, optimize=False, config=config)
+        assert planned.step_peak_bytes <= limit_bytes
+        assert ("disk" in planned.traffic_bytes and planned.traffic_bytes["disk"] > 0) == is_on_disk
