@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.measure import allocated_bytes
-from tests.programs import TiedStack
+from tests.programs import TiedStack, fake_ranks
 from tests.ranks import Pool
 from zerofx import memory, planner
 from zerofx.config import Config
@@ -125,22 +125,18 @@ class Broken(nn.Module):
         return self.h[5](self.h[4](x)).sum()
 
 
-def _whole_with_breaks(rank: int, world: int, limit: int | None) -> tuple[int, int, int]:
-    torch._dynamo.reset()
-    model = zerofx.compile(Broken(), stage=3, backend="aot_eager", memory_limit=limit)
-    for _ in range(2):
-        with TrafficCounter(world) as counter:
-            model(torch.randn(4, _WIDTH)).backward()
-    schedule = zerofx.schedule(model)
-    return counter.whole_peak_bytes, schedule.peak_whole_bytes, schedule.peak_total_bytes
-
-
-def test_graphs_of_one_forward_keep_nothing_for_their_backwards(ranks: Pool) -> None:
+def test_graphs_of_one_forward_keep_nothing_for_their_backwards() -> None:
+    """On the fake group: gloo's threads let go of what has arrived a moment after its wait, now and then."""
     layer = (_WIDTH * _WIDTH + _WIDTH) * 4
     for limit in (None, 3 * layer):
-        for alive, whole, total in ranks.run(_whole_with_breaks, 2, limit):
-            assert alive <= whole
-            assert limit is None or total <= limit
+        with fake_ranks(2):
+            model = zerofx.compile(Broken(), stage=3, backend="aot_eager", memory_limit=limit)
+            for _ in range(2):
+                with TrafficCounter(2) as counter:
+                    model(torch.randn(4, _WIDTH)).backward()
+            schedule = zerofx.schedule(model)
+        assert counter.whole_peak_bytes <= schedule.peak_whole_bytes
+        assert limit is None or schedule.peak_total_bytes <= limit
 
 
 def _buffers_at_once(programs: Sequence[Program]) -> int:

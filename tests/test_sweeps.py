@@ -177,6 +177,8 @@ def test_plans_of_a_model_sweep_and_search() -> None:
     by_setting = {tuple(row.settings.values()): row.plan for row in found.rows}
     assert [(row.stage, row.world_size) for row in by_setting.values()] == list(by_setting)
     assert by_setting[3, 2].total_peak_bytes < by_setting[1, 2].total_peak_bytes
+    tokens = torch.arange(256).view(8, 32)  # enough of them for activations to be most of a step
+    plan = zerofx.plan(TiedStack(2), (tokens,), world_size=4, hardware="a100", backend="aot_eager")
     least = plan.fastest(plan.total_peak_bytes - 1, recompute=["blocks"])
     assert least.plan.total_peak_bytes < plan.total_peak_bytes
     assert least.chosen in least.tried
