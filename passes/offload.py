@@ -64,9 +64,7 @@ class Offload:
         if not plan.visits and not plan.gradients:
             return program
         graph, nodes = program.graph, program.nodes()
-        with graph.inserting_after([node for node in graph.nodes if node.op == "placeholder"][-1]):
-            stored = graph.placeholder("stored")
-        stored.meta["zerofx"] = Mark("stored", ())
+        stored = program.add_input("stored", Mark("stored", ()))
         for visit in plan.visits:
             with graph.inserting_before(nodes[visit.first]):
                 load = graph.call_function(ops.load, (stored, visit.params))

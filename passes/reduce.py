@@ -97,10 +97,7 @@ def _tree(root: Node) -> tuple[list[Node], list[Node]]:
 
 def _add_pending(program: Program, total: Node, before: Node, index: int) -> Node:
     graph = program.graph
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        pending = graph.placeholder(f"pending_{index}")
-    pending.meta["zerofx"] = Mark("pending", (index,))
+    pending = program.add_input(f"pending_{index}", Mark("pending", (index,)))
     dtype = program.config.sent_dtype(total.meta["val"].dtype)
     with graph.inserting_before(before):
         added = graph.call_function(ops.add_pending, (total, pending, dtype))

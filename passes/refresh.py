@@ -50,10 +50,7 @@ class Refresh:
         if not plan:
             return program
         graph, nodes = program.graph, program.nodes()
-        last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-        with graph.inserting_after(last):
-            arrivals = graph.placeholder("arrivals")
-        arrivals.meta["zerofx"] = Mark("arrivals", ())
+        arrivals = program.add_input("arrivals", Mark("arrivals", ()))
         for arrival in plan:
             with graph.inserting_before(nodes[arrival.before]):
                 wait = graph.call_function(ops.refresh_wait, (arrivals, arrival.bucket))

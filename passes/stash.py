@@ -66,9 +66,11 @@ def _last_reader(value: Node, places: dict[Node, int]) -> Node:
 
 def _put_away(program: Program, plan: tuple[Move, ...]) -> None:
     graph, nodes, output = program.graph, program.nodes(), output_of(program.graph)
-    replicas = _given(program, "replicas") if any(stashed.group is not None for stashed in program.stashed) else None
+    replicas = (
+        program.add_input("replicas", Mark("replicas", ())) if any(stashed.group is not None for stashed in program.stashed) else None
+    )
     if any(stashed.group is None for stashed in program.stashed):
-        _given(program, "spill")
+        program.add_input("spill", Mark("spill", ()))
     for move in plan:
         stashed = program.stashed[move.number]
         value = nodes[stashed.name]
@@ -85,7 +87,7 @@ def _put_away(program: Program, plan: tuple[Move, ...]) -> None:
 def _restore(program: Program, plan: tuple[Move, ...]) -> None:
     graph, nodes = program.graph, program.nodes()
     if any(stashed.group is None for stashed in program.stashed):
-        _given(program, "spill")
+        program.add_input("spill", Mark("spill", ()))
     waits: dict[str, list[Node]] = {}
     for move in plan:
         stashed = program.stashed[move.number]
@@ -111,11 +113,3 @@ def _kept(value: Node, stashed: Stashed) -> object:
     assert fake_mode is not None
     with fake_mode:
         return own_part(traced, stashed.group) if stashed.group is not None else traced.new_empty(1, dtype=torch.int64)
-
-
-def _given(program: Program, name: str) -> Node:
-    """Add an input for an object of the runtime."""
-    with program.graph.inserting_after([node for node in program.graph.nodes if node.op == "placeholder"][-1]):
-        given = program.graph.placeholder(name)
-    given.meta["zerofx"] = Mark(name, ())
-    return given

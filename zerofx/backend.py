@@ -18,7 +18,7 @@ from zerofx.compilation import Compilation
 from zerofx.errors import ZerofxError
 from zerofx.passes import STAGES
 from zerofx.pipeline import Pipeline, Record
-from zerofx.program import Level, Phase, Program, Sync, arguments, results_of
+from zerofx.program import Level, Mark, Phase, Program, Sync, arguments, results_of
 from zerofx.regions import Compiler
 from zerofx.render import Schedule
 from zerofx.replicas import Replicas
@@ -241,22 +241,19 @@ class _Backward:
         names = dict(_reduced(tracing.compilation.records))
         self._reduced = [(place, names[node.name]) for place, node in enumerate(results) if node is not None and node.name in names]
         self._indices = [index for _, index in self._reduced]
-        self._tapes: dict[Sync, tuple[Tape, Unit, tuple[int, ...], bool]] = {
-            Sync.REDUCE: (tracing.lower(scheduled, "backward"), unit_of(scheduled), (), reads_disk(scheduled))
+        self._tapes: dict[Sync, tuple[Tape, Unit, list[Mark]]] = {
+            Sync.REDUCE: (tracing.lower(scheduled, "backward"), unit_of(scheduled), _given(scheduled))
         }
 
     def __call__(self, inputs: list[Any]) -> Any:
         sync = self._runtime.gradients.sync(self._indices)
         if sync not in self._tapes:
             self._tapes[sync] = self._lower(sync)
-        tape, unit, pending, on_disk = self._tapes[sync]
+        tape, unit, given = self._tapes[sync]
         gradients, agreement = self._runtime.gradients, self._runtime.agreement
         is_last = self._tracing.is_whole and not gradients.has_leftovers(self._indices)
-        if self._tracing.spill is not None:
-            inputs.append(self._tracing.spill)
-        inputs.extend(gradients.take_pending(index) for index in pending)
-        if on_disk:
-            inputs.append(self._runtime.stored)
+        beside = {"spill": self._tracing.spill, "stored": self._runtime.stored}
+        inputs.extend(gradients.take_pending(mark.params[0]) if mark.kind == "pending" else beside[mark.kind] for mark in given)
         if sync is not Sync.KEEP:
             return agreement.turn(unit, lambda: tape(inputs), is_last=is_last)
         results = list(tape(inputs))
@@ -265,12 +262,10 @@ class _Backward:
             results[place] = None
         return results
 
-    def _lower(self, sync: Sync) -> tuple[Tape, Unit, tuple[int, ...], bool]:
+    def _lower(self, sync: Sync) -> tuple[Tape, Unit, list[Mark]]:
         with torch.no_grad(), self._runtime.agreement.compiling():
             scheduled = self._tracing.schedule_backward(self._source, sync)
-            pending = tuple(mark.params[0] for _, mark in scheduled.marked("pending"))
-            tape = self._tracing.lower(scheduled, f"backward, {sync.value}")
-            return tape, unit_of(scheduled), pending, reads_disk(scheduled)
+            return self._tracing.lower(scheduled, f"backward, {sync.value}"), unit_of(scheduled), _given(scheduled)
 
 
 def unit_of(program: Program) -> Unit:
@@ -278,9 +273,9 @@ def unit_of(program: Program) -> Unit:
     return Unit(tuple((mark.kind.removesuffix("_start"), mark.params) for _, mark in program.marked("gather_start", "reduce_start")))
 
 
-def reads_disk(program: Program) -> bool:
-    """Whether a scheduled program takes what lies on disk as its last input."""
-    return any(program.marked("stored"))
+def _given(backward: Program) -> list[Mark]:
+    """Return what a scheduled backward takes beside what was traced, in the order of its inputs."""
+    return [mark for _, mark in backward.marked("spill", "pending", "stored")]
 
 
 def _spilled_bytes(forward: Program) -> list[int]:

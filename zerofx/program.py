@@ -119,6 +119,13 @@ class Program:
         for node in self.graph.find_nodes(op="call_function", target=target, sort=True):
             yield node, arguments(node)[place]
 
+    def add_input(self, name: str, mark: Mark) -> Node:
+        """Add an input behind the others, for what the runtime gives beside what was traced; its mark says what."""
+        with self.graph.inserting_after([node for node in self.graph.nodes if node.op == "placeholder"][-1]):
+            given = self.graph.placeholder(name)
+        given.meta["zerofx"] = mark
+        return given
+
     def nodes(self) -> dict[str, Node]:
         """Return the nodes by name: how an ``apply`` finds what its plan names."""
         return {node.name: node for node in self.graph.nodes}

@@ -73,8 +73,10 @@ class Runtime(ABC):
         self.gradients = Gradients(config, group, params, tensors, self.agreement)
         self._padded = [layout.with_room(param, tensor, group) for param, tensor in zip(params, tensors, strict=True)]
         self.disk = self.new_disk()
-        self.stored = None if self.disk is None else Stored(self.disk, config, params, tensors, self._padded)
-        self._streaming = None if self.disk is None else Streaming(self.disk, config, params, tensors, self._padded)
+        self.stored: Stored | None = None
+        if self.disk is not None:
+            self.stored = Stored(self.disk, config, params, tensors, self._padded)
+            self._streaming = Streaming(self.disk, self.stored, config, params, tensors)
 
     def __getstate__(self) -> tuple[Any, ...]:
         """A copy starts anew: graphs, communication in flight and gathered gradients stay behind."""

@@ -70,16 +70,16 @@ class Stored:
             self._disk.tensors.evict_all()
             return
         waiting = [index for index in self._shards if _torch.local_tensor(self._tensors[index]) not in self._disk.tensors]
-        moved = sum(pages_bytes(_shard_bytes(self._params[index])) for index in waiting)
+        moved = sum(pages_bytes(memory.shards_bytes([self._params[index]])) for index in waiting)
         trained = [index for index in sorted(self._gradients) if self._tensors[index].requires_grad]
         where = "the first forward, with offload"
         shards = self._disk.set_aside("parameters", moved, where) if self._shards else None  # what waits may differ between ranks
-        kept = sum(pages_bytes(_shard_bytes(self._params[index])) for index in trained)
+        kept = sum(pages_bytes(memory.shards_bytes([self._params[index]])) for index in trained)
         gradients = self._disk.set_aside("gradients", kept, where) if kept else None
         with self._disk.failing():
             for index in waiting:
                 assert shards is not None
-                self._move(index, shards)
+                self.move(index, shards)
             if gradients is not None:
                 self._spread(gradients, trained)
         self._is_ready = True
@@ -117,7 +117,7 @@ class Stored:
     def _add_places(self, index: int) -> _Place:
         """Make one more place for the gradient of each trained parameter, because one is held by somebody, or is added to."""
         trained = [other for other in sorted(self._gradients) if self._tensors[other].requires_grad or other == index]
-        nbytes = sum(pages_bytes(_shard_bytes(self._params[other])) for other in trained)
+        nbytes = sum(pages_bytes(memory.shards_bytes([self._params[other]])) for other in trained)
         self._spread(self._disk.more("gradients", nbytes), trained)
         return self._places[index][-1]
 
@@ -125,7 +125,7 @@ class Stored:
         for index in members:
             if not self._places[index]:
                 self._evict_accumulated(index)
-            self._places[index].append(_Place(Region.of(file, _shard_bytes(self._params[index]))))
+            self._places[index].append(_Place(Region.of(file, memory.shards_bytes([self._params[index]]))))
 
     def _evict_accumulated(self, index: int) -> None:
         """From now on, when a gradient was added to the one that is there, take both out of memory."""
@@ -138,18 +138,15 @@ class Stored:
 
         self._tensors[index].register_post_accumulate_grad_hook(accumulated)
 
-    def _move(self, index: int, file: MappedFile) -> None:
+    def move(self, index: int, file: MappedFile) -> None:
+        """Put a shard that lies in memory into a file."""
         local, padded = _torch.local_tensor(self._tensors[index]), self._padded[index]
         if padded is None:
             self._disk.tensors.move(local, file)
         else:
             self._disk.tensors.move(padded, file, [local])
         self._disk.tensors.evict([local])
-        self._heap.freed(_shard_bytes(self._params[index]))
+        self._heap.freed(memory.shards_bytes([self._params[index]]))
 
     def _locals(self, members: Iterable[int]) -> list[Tensor]:
         return [_torch.local_tensor(self._tensors[index]) for index in members]
-
-
-def _shard_bytes(param: Param) -> int:
-    return param.shard_numel * param.dtype.itemsize

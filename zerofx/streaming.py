@@ -26,6 +26,7 @@ from zerofx.errors import ConfigError
 from zerofx.heap import Heap
 from zerofx.mapped import MappedFile, pages_bytes
 from zerofx.params import Param
+from zerofx.stored import Stored
 
 ParamGroup = dict[str, Any]
 
@@ -36,23 +37,21 @@ class Streaming:
     """Lets every optimizer of one model step window by window through its state, shards and gradients in files.
 
     State goes into files from an optimizer's first step on; so do the shards that have a whole copy beside them.
-
-    Of those that are padded, ``padded`` has all of their memory.
     """
 
     def __init__(
         self,
         disk: Disk,
+        stored: Stored,
         config: Config,
         params: Sequence[Param],
         tensors: Sequence[nn.Parameter],
-        padded: Sequence[Tensor | None],
     ) -> None:
+        self._stored = stored
         self._disk, self._settings, self._mapped = disk, disk.settings, disk.tensors
         masters = {param.index for param in params if param.has_copy and disk.settings.optimizer is not None}
         self._shards = masters | memory.stored_shards(params, config)
         self._own = {id(tensor): place for place, tensor in enumerate(tensors)}
-        self._params, self._tensors, self._padded = params, tensors, padded
         self._heap = Heap()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         this = weakref.ref(self)
@@ -204,12 +203,10 @@ class Streaming:
         return [_local(value) for tensor in tensors for value in self._resident(optimizer, tensor)]
 
     def _move(self, value: Tensor, file: MappedFile) -> None:
-        local, place = _local(value), self._own.get(id(value))
-        padded = None if place is None else self._padded[place]
-        if padded is None:
-            self._mapped.move(local, file)
-        else:
-            self._mapped.move(padded, file, [local])
+        if (place := self._own.get(id(value))) is not None:
+            self._stored.move(place, file)
+            return
+        self._mapped.move(_local(value), file)
         self._heap.freed(_bytes(value))
 
 
