@@ -110,7 +110,7 @@ class _Plane:
 
 
 def curves(series: Mapping[str, Mapping[str, tuple[float, float]]], title: str, source: str) -> str:
-    """Return a picture of named points (seconds of a step, bytes at its peak): those of a series are joined, and named beside the first."""
+    """Return a picture of named points (seconds of a step, bytes at its peak): those of a series are joined, and named in the first."""
     points = [point for named in series.values() for point in named.values()]
     plane = _Plane(*(1.1 * max(column) for column in zip(*points, strict=True)))
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
@@ -127,7 +127,7 @@ def curves(series: Mapping[str, Mapping[str, tuple[float, float]]], title: str, 
         for label, point in named.items():
             x, y = plane.at(*point)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
-            parts += [_text(x + 8, y - 6, label, size=10)] if place == 0 or len(named) == 1 else []
+            parts += [_text(x + 8, y - 6, label, size=10)] if place == 0 else []
         y = _TOP + 10 + place * _LABEL_HEIGHT
         parts += [f'<circle cx="{right + 34}" cy="{y - 4}" r="5" fill="{colour}"/>', _text(right + 56, y, name)]
     return _document(parts)

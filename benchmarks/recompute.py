@@ -111,7 +111,11 @@ def draw(rows: list[dict[str, Any]], backend: str, layers: int) -> str:
         "planned": {row["setting"]: (row["planned_s"], 1e6 * row["planned_peak_mb"]) for row in ours},
     }
     series |= {row["setting"]: {row["setting"]: (row["step_s"], 1e6 * row["measured_peak_mb"])} for row in rows if row not in ours}
-    return picture.curves(series, f"Peak MB of a step by its seconds, GPT of {layers} layers, {backend}", str(stamp()))
+    return picture.curves(
+        series,
+        f"Peak MB of a step by its seconds, GPT of {layers} layers, {backend}",
+        ", ".join(f"{key}: {value}" for key, value in stamp().items()),
+    )
 
 
 def main(backend: str = "inductor", layers: str = "24", path: str = "") -> None:

@@ -126,7 +126,7 @@ def _features(rows: int, width: int, seed: int) -> Tensor:
 
 
 # gpt is the headline: 33.8 M parameters. gpt-light computes a quarter on the same parameters: in fp32, with links twice as fast, what
-# bf16 is to gpt on processors that have it. tiny is for tests of the benchmarks themselves.
+# bf16 is to gpt on processors that have it. small is for many steps, tiny for tests of the benchmarks themselves.
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -134,6 +134,7 @@ WORKLOADS = {
         Workload("gpt-light", functools.partial(GPT, 8, 512, 8, 8192, 256, tied=False), functools.partial(tokens, 1, 256, 8192), _h),
         Workload("narrow", functools.partial(Narrow, 64, 256), functools.partial(_features, 64, 256), _h),
         Workload("llama", functools.partial(Llama, 6, 512, 8, 8192), functools.partial(tokens, 4, 256, 8192), _llama_layers),
+        Workload("small", functools.partial(GPT, 6, 256, 4, 2048, 128, tied=False), functools.partial(tokens, 4, 128, 2048), _h),
         Workload("tiny", functools.partial(GPT, 2, 32, 2, 64, 16, tied=False), functools.partial(tokens, 2, 16, 64), _h),
     )
 }

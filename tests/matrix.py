@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zerofx.offload import KINDS
+
 VALUES: Mapping[str, Sequence[Any]] = {
     "stage": (1, 2, 3),
     "recompute": (None, "blocks", "selective", 0.5),
-    "offload": ((), ("optimizer",), ("parameters",), ("optimizer", "parameters", "gradients")),
+    "offload": ((), ("optimizer",), ("parameters",), KINDS),
     "precision": (None, "bf16"),
     "world": (1, 2),
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zerofx
 from benchmarks.measure import allocated_bytes
 from tests.programs import fake_ranks
+from zerofx import memory
 from zerofx.config import Config
-from zerofx.liveness import Kind
 from zerofx.plans import plan
 from zerofx.presets import PRESETS
+from zerofx.stored import Stored
+from zerofx.traffic import TrafficCounter
 
 # The plan counts what tensors ask for; allocators round up, kernels have a little scratch memory, and scalars are not counted.
 PEAK_TOLERANCE = 0.05
@@ -49,6 +52,47 @@ class Sending(TorchDispatchMode):
 _SENDING = (torch.ops._c10d_functional.all_gather_into_tensor_out.default, torch.ops._c10d_functional.all_to_all_single.default)
 
 
+class Transferred(Sending):
+    """Knows the most bytes at once of what collectives send and bring, beside what is there between steps: whole copies, shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counter = TrafficCounter(1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _SENDING:
+            self._counter.watch(args[0])
+            self._counter.watch(result)
+        return result
+
+    def peak_bytes(self, step: Callable[[], object]) -> int:
+        """Return the most bytes in a step, the third: the first compiles, the second shows what stays."""
+        with self:
+            for _ in range(3):
+                standing = self._counter.whole_bytes
+                self._counter.whole_peak_bytes = standing
+                step()
+        return self._counter.whole_peak_bytes - standing
+
+
+@contextmanager
+def _allocating_what_is_loaded() -> Iterator[None]:
+    """Allocate beside each shard that is loaded as much again: shards on disk are mapped, which nobody counts."""
+    load, evict, held = Stored.load, Stored.evict, dict[tuple[int, ...], Tensor]()
+
+    def loading(stored: Stored, members: Iterable[int]) -> None:
+        load(stored, members)
+        held[tuple(members)] = torch.empty(memory.shards_bytes([stored._params[index] for index in members]), dtype=torch.uint8)
+
+    def evicting(stored: Stored, members: Iterable[int]) -> None:
+        evict(stored, members)
+        held.pop(tuple(members), None)
+
+    with mock.patch.object(Stored, "load", loading), mock.patch.object(Stored, "evict", evicting):
+        yield
+
+
 def _measured_bytes(build: Callable[[], nn.Module], batch: Tensor, world_size: int, config: Config) -> int:
     """Return the most bytes that a step allocates above those at its start."""
     with fake_ranks(world_size) if world_size > 1 else nullcontext():
@@ -61,14 +105,15 @@ def _measured_bytes(build: Callable[[], nn.Module], batch: Tensor, world_size: i
 
         model(batch).backward()  # compiles
         found = []
-        for _ in range(3):
-            model.zero_grad()
-            found.append(allocated_bytes(step))
+        with _allocating_what_is_loaded():
+            for _ in range(3):
+                model.zero_grad()
+                found.append(allocated_bytes(step))
     return min(found)
 
 
 def step_peaks_bytes(build: Callable[[], nn.Module], batch: Tensor, world_size: int, config: Config) -> tuple[int, int]:
-    """Return the measured and the planned peak of what a step allocates above what is there between steps."""
+    """Return the measured and the planned peak of what a step allocates, and loads, above what is there between steps."""
     measured = _measured_bytes(build, batch, world_size, config)
     planned = plan(build(), (batch,), world_size=world_size, hardware=GLOO, optimize=False, config=config)
-    return measured, planned.step_peak_bytes - planned.peak_bytes.get(Kind.LOADED, 0)  # files are mapped
+    return measured, planned.step_peak_bytes

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zerofx
 from benchmarks.measure import allocated_bytes
+from tests.peaks import Transferred
 from tests.programs import TiedStack, fake_ranks
 from tests.ranks import Pool
 from zerofx import memory, planner
@@ -167,6 +168,26 @@ def test_communication_buffers_do_not_grow_with_depth(stage: int, depths: tuple[
     gathers, reductions = 2 + config.prefetch_buckets, 2 * config.reduces_in_flight
     assert len(set(found)) == 1
     assert 0 < found[0] <= (gathers + reductions) * bucket
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.zeros(1, 8, dtype=torch.long)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("stage", "depths"), [(2, (12, 48)), (3, (12, 48, 96))])
+def test_what_is_transferred_at_once_does_not_grow_with_depth(stage: int, depths: tuple[int, ...]) -> None:
+    """Measured, whole parameters of stage 3 included: those of as many blocks as the schedule gathers at once."""
+    found = []
+    for layers in depths:
+        with fake_ranks(4):
+            config = Config(stage=stage, backend="aot_eager", bucket_max_bytes=2**14, bucket_min_bytes=2**12)
+            model = zerofx.compile(TiedStack(layers, 16, 32), config=config)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            found.append(Transferred().peak_bytes(functools.partial(_step, model, optimizer)))
+    assert len(set(found)) == 1
+    assert found[0] > 0
 
 
 class _Landed:
