@@ -123,7 +123,7 @@ class Runtime(ABC):
     def _forward(self, plain: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.disk is not None and self.stored is not None:
             self.disk.settle(waits=False)  # here all ranks learn of it
-            self.stored.prepare(trains=self._trains())
+            self.stored.prepare()
         self._check_parameters()
         self.gradients.forget()
         self._shards_again = []  # of a backward that raised

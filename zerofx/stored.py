@@ -55,53 +55,34 @@ class Stored:
         self._shards = sorted(memory.stored_shards(params, config))
         self._gradients = memory.stored_gradients(params, config)
         self._places: dict[int, list[_Place]] = {index: [] for index in self._gradients}
-        self._prepared = dict.fromkeys(self._gradients, 0)
         self._heap = Heap()
         self._is_ready = False
         for tensor in tensors:
             if (other := vars(tensor).pop(ATTRIBUTE, None)) is not None:
                 disk.tensors.adopt(_torch.local_tensor(tensor), other)
 
-    def prepare(self, *, trains: bool) -> None:
+    def prepare(self) -> None:
         """Set space aside, and move what lies in memory, before the first forward; later, take out of memory what others have read.
 
-        A forward that trains gives gradients that autograd adds to those that are there: beside these, they need space too.
         Raises OffloadError on all ranks, with nothing changed, where a disk has not the space.
         """
-        shards = None if self._is_ready else self._set_aside_shards()
-        trained = [index for index in sorted(self._gradients) if self._tensors[index].requires_grad]
-        self._prepare_places(trained, 1)
-        if trains and any(self._tensors[index].grad is not None for index in trained):
-            self._prepare_places(trained, 2)
         if self._is_ready:
             self._disk.tensors.evict_all()
-        elif shards is not None:
-            with self._disk.failing():
-                for index in self._waiting():
-                    self.move(index, shards)
+            return
+        waiting = [index for index in self._shards if _torch.local_tensor(self._tensors[index]) not in self._disk.tensors]
+        moved = sum(pages_bytes(memory.shards_bytes([self._params[index]])) for index in waiting)
+        trained = [index for index in sorted(self._gradients) if self._tensors[index].requires_grad]
+        where = "the first forward, with offload"
+        shards = self._disk.set_aside("parameters", moved, where) if self._shards else None  # what waits may differ between ranks
+        kept = sum(pages_bytes(memory.shards_bytes([self._params[index]])) for index in trained)
+        gradients = self._disk.set_aside("gradients", kept, where) if kept else None
+        with self._disk.failing():
+            for index in waiting:
+                assert shards is not None
+                self.move(index, shards)
+            if gradients is not None:
+                self._spread(gradients, trained)
         self._is_ready = True
-
-    def _prepare_places(self, trained: Sequence[int], count: int) -> None:
-        """Set space aside for so many gradients of each parameter. Those that one rank alone makes room for do not count."""
-        lacking = [index for index in trained if self._prepared[index] < count]
-        if lacking:
-            file = self._disk.set_aside("gradients", self._size_bytes(lacking), "a forward, with offload")
-            assert file is not None
-            self._spread(file, lacking)
-            self._prepared.update(dict.fromkeys(lacking, count))
-
-    def _waiting(self) -> list[int]:
-        return [index for index in self._shards if _torch.local_tensor(self._tensors[index]) not in self._disk.tensors]
-
-    def _set_aside_shards(self) -> MappedFile | None:
-        """Set space aside for the shards that lie in memory, which may be others on each rank."""
-        if not self._shards:
-            return None
-        return self._disk.set_aside("parameters", self._size_bytes(self._waiting()), "the first forward, with offload")
-
-    def _size_bytes(self, members: Iterable[int]) -> int:
-        """Return the bytes of files that shards of some parameters take."""
-        return sum(pages_bytes(memory.shards_bytes([self._params[index]])) for index in members)
 
     def read_ahead(self, members: Iterable[int]) -> None:
         """Let the system read shards that will be loaded."""
@@ -136,7 +117,8 @@ class Stored:
     def _add_places(self, index: int) -> _Place:
         """Make one more place for the gradient of each trained parameter, because one is held by somebody, or is added to."""
         trained = [other for other in sorted(self._gradients) if self._tensors[other].requires_grad or other == index]
-        self._spread(self._disk.more("gradients", self._size_bytes(trained)), trained)
+        nbytes = sum(pages_bytes(memory.shards_bytes([self._params[other]])) for other in trained)
+        self._spread(self._disk.more("gradients", nbytes), trained)
         return self._places[index][-1]
 
     def _spread(self, file: MappedFile, members: Iterable[int]) -> None:
