@@ -75,6 +75,19 @@ def test_a_limit_that_cannot_be_met_says_the_smallest_that_can() -> None:
     assert _fitted(failure.value.smallest_bytes, 1.0)[:2] == ({FIRST: Extent.ALL, SECOND: Extent.ALL}, 30)
 
 
+def test_the_smallest_limit_is_that_of_the_step_which_holds_least() -> None:
+    """Computing again takes memory too: here a step that gives up all activations holds more than one that gives up some."""
+    held = {Extent.NOTHING: 100, Extent.CHEAP: 80, Extent.ALL: 90}
+
+    def attempt(choice: Choice, limit_bytes: int) -> Attempt:
+        return Attempt(1.0, held[choice.levels[0][1]], 0, 0, {}, choice)
+
+    with pytest.raises(MemoryLimitError) as failure:
+        fit(attempt, _keep, CHOICES, 10)
+    assert failure.value.smallest_bytes == 80
+    assert fit(attempt, _keep, CHOICES, 80)[0].total_bytes == 80
+
+
 def _tokens(rows: int) -> Tensor:
     return torch.arange(rows * 16).view(rows, 16) % 32
 

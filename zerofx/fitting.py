@@ -136,8 +136,9 @@ def _attempt_above(attempt: Try, choice: Choice, limit_bytes: int) -> Attempt:
 
 
 def _least(attempt: Try, choices: Mapping[Extent, Choice], limit_bytes: int) -> Attempt:
-    """Return the step that gives up all there is. Raises MemoryLimitError where that does not fit."""
-    least = _attempt_above(attempt, choices[Extent.ALL], 1)
+    """Return the step that holds least with nothing ahead of use. Raises MemoryLimitError where that does not fit."""
+    # what is computed again takes memory too: a step that gives up all activations may hold more than one that gives up fewer
+    least = min((_attempt_above(attempt, choice, 1) for choice in choices.values()), key=lambda step: step.total_bytes)
     if least.total_bytes <= limit_bytes:
         return least
     raise too_small(limit_bytes, least)
@@ -156,12 +157,12 @@ def bound_sizes(program: Program, share: float) -> None:
 
 
 def too_small(limit_bytes: int, least: Attempt) -> MemoryLimitError:
-    """Build the error for a limit that the step which gives up all does not meet."""
+    """Build the error for a limit that the step which holds least does not meet."""
     kinds: Sequence[tuple[str, int]] = sorted(least.by_kind.items(), key=lambda item: item[1], reverse=True)
     error = MemoryLimitError(
         f"memory_limit={limit_bytes} bytes cannot be met: the smallest that works for this batch is {least.total_bytes} bytes",
         where='zerofx.compile(memory_limit=..., recompute="auto"), a step of this shape',
-        why="with all blocks computed again, and nothing ahead of use, there are at once "
+        why="with nothing ahead of use, and as much computed again as saves memory, there are at once "
         + ", ".join(f"{size:,} bytes of {kind}" for kind, size in kinds if size),
         remedy=f"pass memory_limit={least.total_bytes} or more, make the batch smaller, or shard more (a higher stage)",
     )
