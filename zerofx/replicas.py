@@ -13,7 +13,7 @@ from zerofx.groups import Group
 
 
 class Replicas:
-    """Compares the values of one graph between the ranks of a group, each once: when the graph first runs."""
+    """Compares the values of one graph between the ranks of a group, each until it was the same once: when the graph first runs."""
 
     def __init__(self, group: Group, modules: Sequence[str]) -> None:
         self._group = group
@@ -21,9 +21,9 @@ class Replicas:
 
     def check(self, number: int, value: Tensor) -> None:
         """Compare a value, by the bits. Raises ShardingError, on all ranks of the group, where it differs."""
-        module = self._modules.pop(number, None)
-        if module is None:
+        if number not in self._modules:
             return
+        module = self._modules[number]
         started = collectives.whole_start(collectives.own_part(value, self._group), self._group)
         whole = collectives.whole_wait(started, value.shape, value.dtype, self._group)
         differs = torch.tensor(float(not whole.view(torch.uint8).equal(value.view(torch.uint8))), device=value.device)
@@ -34,3 +34,4 @@ class Replicas:
                 why="each rank stores a part of it for the backward, which would put it together from different values",
                 remedy="pass the mesh dimension whose ranks compute the same activations (tensor parallelism), or leave it out",
             )
+        del self._modules[number]  # what was refused is looked at again, should the caller go on
