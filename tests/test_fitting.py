@@ -168,5 +168,6 @@ def test_what_cannot_be_fitted_is_told() -> None:
         Config(recompute="auto")
     with pytest.raises(ConfigError, match="takes no"):
         Config(recompute="auto", backend="hooks")
-    with fake_ranks(2), pytest.raises(ConfigError, match="breaks into several graphs"):
-        zerofx.compile(Broken(1), backend="aot_eager", recompute="auto", memory_limit="1GB")(_tokens(2))
+    for settings in ({"recompute": "auto"}, {"offload": "activations"}):
+        with fake_ranks(2), pytest.raises(ConfigError, match=f"{next(iter(settings))}.*breaks into several graphs"):
+            zerofx.compile(Broken(1), backend="aot_eager", memory_limit="1GB", **settings)(_tokens(2))

@@ -170,11 +170,11 @@ def too_small(limit_bytes: int, least: Attempt) -> MemoryLimitError:
     return error
 
 
-def in_several_graphs() -> ConfigError:
+def in_several_graphs(setting: str) -> ConfigError:
     """Build the error for a forward that breaks: each of its graphs would have to know what the others hold."""
     return ConfigError(
-        'recompute="auto" cannot be had for a forward that breaks into several graphs',
-        where='zerofx.compile(recompute="auto"), the first training step',
+        f"{setting} cannot be had for a forward that breaks into several graphs",
+        where=f"zerofx.compile({setting}), the first training step",
         why="what one graph gives up depends on what all of them hold, and they are compiled one after another",
-        remedy='take out the graph breaks (TORCH_LOGS=graph_breaks names them), or pass recompute="blocks" or an amount',
+        remedy='take out the graph breaks (TORCH_LOGS=graph_breaks names them), or pass recompute="blocks" or an amount instead',
     )

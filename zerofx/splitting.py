@@ -34,6 +34,8 @@ class Splitting:
 
     def split(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Split a joint program as the partitioner is told to, and schedule both parts."""
+        if not self._is_whole and (program.config.fits or program.config.spills is not None):
+            raise in_several_graphs('recompute="auto"' if program.config.fits else 'offload={"activations": ...}')
         if not program.config.fits:
             return self._split_and_kept(program, joint_inputs, **kwargs)
         try:
@@ -133,8 +135,6 @@ class Splitting:
 
     def _split_to_fit(self, program: Program, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """Split a joint program so that all that its step holds stays within the memory limit, whatever has to be given up for that."""
-        if not self._is_whole:
-            raise in_several_graphs()
         compilation, limit_bytes = self._compilation, program.config.memory_limit_bytes
         machine = program.config.machine or PRESETS["h100"]  # for want of figures, those of some accelerator
         before = list(compilation.records)
