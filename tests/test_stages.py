@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.models import FROZEN, TIED_MLP, Batch, Case, case_named
 from tests.ranks import Pool
-from tests.reference import backward, named_differences, sgd, train, whole_gradients, whole_parameters
+from tests.reference import backward, named_differences, sgd, train, whole, whole_gradients, whole_parameters
 from tests.stages import STAGES, TIGHT, at_stage, compiled
 from zerofx.config import Config
 
@@ -234,8 +234,8 @@ def record_differences(records: list[Record], expected: Record) -> list[str]:
     for rank, record in enumerate(records):
         for index, (actual, wanted) in enumerate(zip(record.shared, expected.shared, strict=True)):
             found += named_differences(f"rank {rank}, record {index},", actual, wanted)
-    for index, (parts, whole) in enumerate(zip(zip(*(record.rows for record in records), strict=True), expected.rows, strict=True)):
-        found += named_differences(f"record {index},", {"rows": torch.cat(parts)}, {"rows": whole})
+    for index, (parts, total) in enumerate(zip(zip(*(record.rows for record in records), strict=True), expected.rows, strict=True)):
+        found += named_differences(f"record {index},", {"rows": torch.cat(parts)}, {"rows": total})
     return found
 
 
@@ -306,3 +306,25 @@ def test_models_at_different_stages_do_not_meet(ranks: Pool) -> None:
     for models in ranks.run(train_at_changing_stages, 2):
         for parameters in models:
             assert all(torch.equal(actual, wanted) for actual, wanted in zip(parameters, expected, strict=True))
+
+
+def add_to_reduced(rank: int, world: int) -> list[str]:
+    """Gather up under ``no_sync``, on one rank only, beside gradients that are reduced already, and beside zeros; then reduce."""
+    found = []
+    for backend, stage in itertools.product(("hooks", "aot_eager"), (0, 1)):
+        torch._dynamo.reset()
+        model = zerofx.compile(nn.Linear(4, 3, bias=False), config=Config(stage=stage, backend=backend))
+        for before in (1.0, 0.0) if stage == 1 else (0.0,):
+            model.zero_grad(set_to_none=False)
+            model(torch.full((1, 4), before)).sum().backward()
+            with zerofx.no_sync(model) if rank == 0 else nullcontext():
+                if rank == 0:
+                    model(torch.full((1, 4), 2.0)).sum().backward()
+            model(torch.full((1, 4), 4.0)).sum().backward()
+            expected = torch.full((3, 4), before + 2.0 / world + 4.0)
+            found += [] if whole(model.weight.grad).equal(expected) else [f"{backend}, stage {stage}, {before}: {whole(model.weight.grad)}"]
+    return found
+
+
+def test_gradients_that_gather_up_take_reduced_ones_along(ranks: Pool) -> None:
+    assert ranks.run(add_to_reduced, 2, timeout_s=60.0) == [[]] * 2

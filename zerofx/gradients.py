@@ -93,9 +93,29 @@ class Gradients:
                 continue
             # A graph computes equal gradients once; each adds up in memory of its own.
             memory = grad.untyped_storage()._cdata, grad.storage_offset()
-            found.append(self.dtensor(index, grad.clone() if memory in taken else grad, placement))
+            grad = grad.clone() if memory in taken else grad
             taken.add(memory)
+            if placement is not None:
+                self._take_reduced(index, grad)
+            found.append(self.dtensor(index, grad, placement))
         return found
+
+    def _take_reduced(self, index: int, whole: Tensor) -> None:
+        """Put what an earlier backward reduced into a whole gradient that gathers up: autograd would add the two by communicating.
+
+        As much as the reduction will give back, on the rank that has it, so that other ranks need not do the same. Of what every rank
+        has, only zeros can be taken: what ``zero_grad(set_to_none=False)`` leaves.
+        """
+        tensor, param = self._tensors[index], self._params[index]
+        if not isinstance(tensor.grad, DTensor) or tensor.grad.placements != self._specs[index].placements:
+            return
+        reduced = _torch.local_tensor(tensor.grad)
+        if param.dim is not None:
+            start, count = param.rows(self._group.rank)
+            whole.narrow(param.dim, start, count).add_(reduced, alpha=self._config.divisor(self._group.size))
+        elif reduced.any():
+            return
+        tensor.grad = None
 
     def _with_leftovers(self, locals_: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Reduce what earlier backwards under ``no_sync`` left for parameters that this one did not use."""
