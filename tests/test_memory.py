@@ -107,8 +107,9 @@ def _allocated_bytes() -> int:
 def test_nothing_whole_stays_after_a_step(ranks: Pool) -> None:
     whole_block = (2 * _WIDTH * _WIDTH * 2 + 3 * _WIDTH) * 4
     for held in ranks.run(_resident_after_steps, 2):
-        # less than one block in ten steps: what grows is Python's, not a gathered parameter
-        assert held[-1] - held[5] < whole_block, held
+        # less than one block in ten steps: what grows is Python's, not a gathered parameter. The least of some steps, because gloo's
+        # threads free what has arrived a moment after its wait.
+        assert min(held[-5:]) - min(held[1:6]) < whole_block, held
 
 
 class Broken(nn.Module):
