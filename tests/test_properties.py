@@ -4,12 +4,14 @@
 """
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given, settings
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ import zerofx
 from tests.generated import Example, examples
 from tests.ranks import Pool
 from tests.reference import Trace, differences, largest_element, named_differences, whole_gradients, whole_parameters
+from zerofx.errors import MemoryLimitError, RankMismatchError
 
 # Ranks sum in another order than one process does, and a norm of nearly equal values enlarges what that rounds 300 times (its epsilon).
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 3e-4, torch.bfloat16: 2**-4}
@@ -110,14 +113,24 @@ def train_sharded(rank: int, world: int, example: Example) -> Trace:
         model = zerofx.compile(example.model(), config=config)
         try:
             return train(example, model, *on_rank(example, model, rank))
-        except zerofx.MemoryLimitError as error:
+        except (MemoryLimitError, RankMismatchError) as error:  # of ranks in different branches one alone may need more
             if config.keeps_at_most and "of activations cannot be kept" in str(error):
                 config = replace(config, recompute="blocks")  # which keeps the least
                 continue
-            if limit is None or error.smallest_bytes <= limit:
+            smallest = re.search(r"smallest that works is (\d+) bytes", str(error))
+            needed = most_of(0 if smallest is None else int(smallest[1]), world)
+            if limit is None or needed <= limit:
                 raise
-            limit = error.smallest_bytes
+            limit = needed
             config = replace(config, memory_limit_bytes=limit)
+
+
+def most_of(value: int, world: int) -> int:
+    """The largest value of any rank."""
+    values = [value] * world
+    if world > 1:
+        dist.all_gather_object(values, value)
+    return max(values)
 
 
 def on_rank(example: Example, model: nn.Module, rank: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
