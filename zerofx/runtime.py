@@ -23,6 +23,7 @@ from zerofx.divergence import EVALUATION, KEEPING, TRAINING
 from zerofx.errors import ShardingError, ZerofxError
 from zerofx.gradients import Gradients
 from zerofx.groups import Group
+from zerofx.membership import Membership, Modules
 from zerofx.module import meets_shard
 from zerofx.offload import Offload
 from zerofx.params import Param
@@ -33,7 +34,6 @@ from zerofx.streaming import Streaming
 from zerofx.vacancies import Vacancies
 from zerofx.wholes import Versions, WholeCopies
 
-Modules = tuple[tuple[str, nn.Module], ...]
 Forward = Callable[..., Any]
 
 
@@ -55,7 +55,7 @@ class Runtime(ABC):
     ) -> None:
         self.config, self.mesh, self.group, self.params = config, mesh, group, params
         self.tensors, self._modules = tensors, modules
-        self._members: list[dict[str, int]] = []
+        self.membership = Membership(modules, params, tensors)
         self.saving: Future[None] | None = None
         self.in_forward = False
         self._reads: list[tuple[int, Tensor, int]] = []
@@ -124,7 +124,7 @@ class Runtime(ABC):
         if self.disk is not None and self.stored is not None:
             self.disk.settle(waits=False)  # here all ranks learn of it
             self.stored.prepare()
-        self._check_parameters()
+        self.membership.check()
         self.gradients.forget()
         self._shards_again = []  # of a backward that raised
         self.shards = self._enter()
@@ -273,35 +273,6 @@ class Runtime(ABC):
             layout.pad_into(padded, local)  # its storage was replaced (a copy, a move): copy what it now holds
         return padded.detach()
 
-    def watch(self) -> None:
-        """From now on, members of the model's modules must stay what they are."""
-        self._members = [_members(module) for _, module in self._modules]
-
-    def _check_parameters(self) -> None:
-        """Check that every module holds the parameters and submodules that it was compiled with."""
-        if not self._members:
-            self.watch()  # a copy, whose modules were not complete when it was made
-        for (path, module), members in zip(self._modules, self._members, strict=True):
-            now = _members(module)
-            if now == members:
-                continue
-            changed = [name for name in {**members, **now} if members.get(name) != now.get(name)]
-            raise ShardingError(
-                f"{'.'.join(filter(None, (path, changed[0])))} was re-assigned after zerofx.compile",
-                where=f"{path or type(module).__name__}, at the start of a forward",
-                why="the model computes with the shards that it was compiled with; what is new is not sharded, and would be ignored",
-                remedy="copy into the parameter (load_state_dict, or p.copy_() under no_grad), or assign before zerofx.compile",
-            )
-
-        for param, tensor in zip(self.params, self.tensors, strict=True):
-            if tensor.dtype is not param.dtype:
-                raise ShardingError(
-                    f"{param.name} was {param.dtype} and is {tensor.dtype} now",
-                    where=f"{param.name}, at the start of a forward",
-                    why="collectives and graphs were made for the dtype at zerofx.compile",
-                    remedy="convert the model before zerofx.compile, or compute in another dtype by precision=MixedPrecisionPolicy(...)",
-                )
-
     # ---------------------------------------------------------------- reading and loading
 
     def shard_like(self, index: int, value: Tensor) -> Tensor:
@@ -392,11 +363,6 @@ def no_sync(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         runtime.gradients.synchronize = before
-
-
-def _members(module: nn.Module) -> dict[str, int]:
-    """Return the identity of each parameter and submodule of a module."""
-    return {name: id(member) for members in (module._parameters, module._modules) for name, member in members.items()}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

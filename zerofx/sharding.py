@@ -88,7 +88,7 @@ def install(
     for module in kept:
         assert settings.param_dtype is not None
         compute_in_fp32(module, settings.param_dtype)
-    state.watch()
+    state.membership.watch()
     _refuse_steps(names, state)
 
 
