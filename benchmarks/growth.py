@@ -33,7 +33,7 @@ def measure(name: str, marks: list[int]) -> dict[str, Any]:
 
 def main(steps: str = "300", *names: str) -> None:
     """Measure each contestant in ranks of its own; print a table in MB."""
-    marks = [step for step in (5, 20, 50, 100, 150, 200, 250, 300, 400, 600, 800, 1000) if step <= int(steps)]
+    marks = [*(step for step in (5, 20, 50, *range(100, int(steps), 50)) if step < int(steps)), int(steps)]
     show([on_ranks(measure, 2, name, marks) for name in names or _NAMES])
 
 
